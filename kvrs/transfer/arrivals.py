@@ -1,5 +1,5 @@
-"""Arrival times of a socket's bytes, by the kernel's account. A reader that got no CPU for a while
-finds much at once, as if the link had brought it in no time.
+"""Arrival times of a socket's bytes, by the kernel's account. A reader that had no CPU for a while
+finds many bytes at once, as if the link had brought them in no time.
 """
 
 import socket
@@ -18,31 +18,31 @@ _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
 # Tick of clocks of 250 Hz and above.
 _TICK_S = 0.004
 
-# With less unread, no sender waits.
+# Unread bytes below which no sender waits.
 _LEAST_BUFFER_BYTES = 1 << 15
 
 
 class Arrived(NamedTuple):
-    bytes: int  # Since the last look.
-    at_s: float  # When the last of all bytes arrived.
-    waited_s: float  # Before they came, the sender waited for the reader.
+    bytes: int  # Bytes since the last look.
+    at_s: float  # Arrival time of the last byte.
+    waited_s: float  # Time before these bytes in which the sender waited for the reader.
 
 
 class Arrivals:
-    """Bytes that have arrived at a connected TCP socket, whether they were read or not. Times are
-    of `time.monotonic`.
+    """Bytes that have arrived at a connected TCP socket, read or not. Times are of
+    `time.monotonic`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._seen = 0
-        self._waited_s = 0.0  # Not told yet, ...
-        self._waited_until_s = -inf  # ... and when the last of it was over.
+        self._waited_s = 0.0  # Waiting time not reported yet.
+        self._waited_until_s = -inf  # End of the last waiting time.
         self.look()
 
     def reading(self, read_bytes: int) -> None:
-        """The owner, which has read so many bytes, is about to read more. If that makes room for
-        which the sender has waited, the time since the last bytes is not the link's.
+        """Note that the owner has read `read_bytes` and is about to read more. If this makes room
+        that the sender has waited for, the time since the last bytes is not the link's.
         """
         try:
             now_s, info = time.monotonic(), self._info()
@@ -57,10 +57,10 @@ class Arrivals:
             self._waited_until_s = now_s
 
     def look(self) -> Arrived | None:
-        """Return what arrived since the last call; None: the system does not tell.
+        """Return the bytes that arrived since the last call; None: not reported by the system.
 
         The kernel counts the silence since the last bytes in ticks of its clock (1 to 10 ms). A
-        reader that keeps up knows better: what is silent for no more than a tick arrived now.
+        reader that keeps up is more exact: bytes not older than a tick arrived now.
         """
         try:
             now_s, info = time.monotonic(), self._info()
@@ -72,7 +72,7 @@ class Arrivals:
         new, self._seen = total - self._seen, total
         at_s = now_s if silent_s <= _TICK_S else now_s - silent_s
         waited_s = 0.0
-        # Bytes that came at once after it may seem to be a tick older.
+        # Bytes that arrived right after the wait may seem a tick older.
         if new and at_s + _TICK_S >= self._waited_until_s:
             waited_s, self._waited_s = self._waited_s, 0.0
         return Arrived(new, at_s, waited_s)

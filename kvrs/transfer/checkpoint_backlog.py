@@ -1,7 +1,7 @@
-"""The checkpoint pages that go to each holder next.
+"""Backlog of checkpoint pages to send to each holder.
 
-Pure: no socket, no clock, no tensor. An engine's checkpointer drives it with what the scheduler
-filled and what holders answered.
+Pure: no socket, no clock, no tensor. An engine's checkpointer drives it with pages filled by the
+scheduler, and with holders' answers.
 
 Invariants, which `check` and the tests hold it to:
 1. A holder gets an offer before it gets pages of a stream: its answer is how many leading pages it
@@ -29,19 +29,19 @@ from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 
-# Time for a prefill instance to bring the holder more of what it handed over.
+# Time for a prefill instance to send the holder more handed-over pages.
 LOOK_AGAIN_S = 0.2
 
-# A holder that answered and took nothing gets a new offer after this long: it may have been
-# replaced, and have no reservation.
+# Time after which a holder that answered without taking anything gets a new offer: it may have been
+# replaced, without the reservation.
 STUCK_S = 0.5
 
-# A holder that has no room gets a new offer after this long.
+# Time after which a holder without room gets a new offer.
 ROOM_S = 5.0
 
-_MAX_RANGES = 1024  # Of one batch: a STORE stays far below the largest frame.
+_MAX_RANGES = 1024  # Most ranges of a batch, so that a STORE stays far below the largest frame.
 
-# An agent that does not answer is tried again after this long, doubling.
+# First pause before a silent agent is tried again; it doubles.
 RETRY_S = 0.5
 RETRY_MOST_S = 5.0
 
@@ -51,28 +51,28 @@ class Followed(Protocol):
 
     stream: StreamId
     attempt: tuple[int, int]  # (owner epoch, attempt)
-    tags: list[Tag]  # Of all full pages of its tokens, computed or not.
+    tags: list[Tag]  # Tags of all full pages of its tokens, computed or not.
     computed_tokens: int
     history_tokens: int
 
 
 @dataclass(slots=True, eq=False)
 class CheckpointDelivery:
-    """One attempt at one stream, on its way to one holder."""
+    """Delivery of one attempt's pages to one holder."""
 
     claim: CheckpointClaim
     holder: InstanceId
     reserved_bytes: int
-    order: int  # Of two deliveries the one that was begun first has the lower.
-    sequence: Followed  # Whose pages these are; its tags grow.
+    order: int  # Order of begin: lower is earlier.
+    sequence: Followed  # Sequence with the pages; its tags grow.
     handed_over_pages: int  # Leading pages that the prefill instance is probably sending.
-    full_pages: int = 0  # Computed here.
-    held_pages: int = 0  # Leading pages of the holder, by its last answer.
+    full_pages: int = 0  # Full pages computed here.
+    held_pages: int = 0  # Leading pages that the holder has, by its last answer.
     looked_pages: int = -1  # `held_pages` at the last offer, while `handed_over_pages` counts.
     offered: bool = False
     refused: bool = False
-    no_room: bool = False  # At the last offer.
-    ended: bool = False  # No more will be computed; what is left is sent all the same.
+    no_room: bool = False  # The holder had no room at the last offer.
+    ended: bool = False  # No more pages will be computed; the rest is still sent.
     missing: bool = False  # The next page is not in the pool; cleared when pages are filled again.
     not_before_s: float = 0.0
 
@@ -82,7 +82,7 @@ class CheckpointDelivery:
 
     @property
     def waits(self) -> bool:
-        """There is something to send, now or later."""
+        """Something is to be sent, now or later."""
         return self.full_pages > self.held_pages and not self.refused and not self.missing
 
     @property
@@ -101,8 +101,8 @@ class _Holder:
 
 
 class CheckpointBacklog:
-    """All deliveries of one instance. A call costs O(1) per delivery that it touches, but `ranges`
-    and `offers` sort what waits.
+    """All deliveries of one instance. A call costs O(1) per delivery, but `ranges` and `offers`
+    sort the waiting ones.
     """
 
     def __init__(self, page_size_tokens: int) -> None:
@@ -111,7 +111,7 @@ class CheckpointBacklog:
         self._deliveries: dict[Followed, list[CheckpointDelivery]] = {}
         self._current: dict[tuple[StreamId, InstanceId], CheckpointDelivery] = {}
         self._holders: defaultdict[InstanceId, _Holder] = defaultdict(_Holder)
-        self._waited_for: dict[InstanceId, None] = {}  # Holders with deliveries that wait.
+        self._waited_for: dict[InstanceId, None] = {}  # Holders with waiting deliveries.
         self._begun = 0
 
     def held(self, sequence: Followed) -> dict[InstanceId, int]:
@@ -120,15 +120,15 @@ class CheckpointBacklog:
         return {each.holder: each.held_pages for each in deliveries if each.held_pages}
 
     def follows(self, sequence: Followed) -> bool:
-        """Something of it is being sent, or may be later."""
+        """Pages of the sequence are being sent, or may be later."""
         return sequence in self._deliveries
 
-    # What the scheduler does.
+    # Calls of the scheduler.
 
     def follow(
         self, sequence: Followed, checkpoints: Iterable[CheckpointTarget], *, handed_over: bool
     ) -> None:
-        """Bring the sequence's pages to these holders from now on, in place of earlier attempts at
+        """Deliver the sequence's pages to these holders from now on, replacing earlier attempts at
         its stream.
         """
         for checkpoint in checkpoints:
@@ -147,7 +147,7 @@ class CheckpointBacklog:
             )
             if older is not None:
                 if older.claim == delivery.claim:
-                    # The prefill instance is this one, so no other sends these pages.
+                    # This instance is the prefill instance, so no other sends these pages.
                     delivery.full_pages, delivery.held_pages, delivery.handed_over_pages = (
                         older.full_pages,
                         older.held_pages,
@@ -159,8 +159,8 @@ class CheckpointBacklog:
             self._settle(delivery, 0)
 
     def filled(self, sequence: Followed, now_s: float) -> list[InstanceId]:
-        """The sequence has more full pages than before, or has them again. Returns the holders
-        that wait for them.
+        """Note that the sequence has more full pages, or has them again; return the holders that
+        wait for them.
         """
         if (deliveries := self._deliveries.get(sequence)) is None:
             return []
@@ -175,18 +175,18 @@ class CheckpointBacklog:
         return [delivery.holder for delivery in deliveries if delivery.waits]
 
     def ended(self, sequence: Followed, *, send_rest: bool) -> None:
-        """Nothing more is computed. What has not been sent is forgotten, or with `send_rest` goes
-        on being sent.
+        """Note that nothing more is computed. Unsent pages are forgotten, or with `send_rest` still
+        sent.
         """
         for delivery in list(self._deliveries.get(sequence, ())):
             delivery.ended = True
             if not (send_rest and delivery.waits):
                 self.drop(delivery)
 
-    # What goes to a holder, and its answers.
+    # Sends to a holder, and its answers.
 
     def due_in_s(self, holder: InstanceId, now_s: float) -> float | None:
-        """How long until there is something to do for that holder; None: nothing is waiting."""
+        """Time until the next work for the holder; None: nothing is waiting."""
         waiting = self._holders[holder].waiting
         return (
             max(0.0, min(delivery.not_before_s for delivery in waiting) - now_s)
@@ -196,7 +196,7 @@ class CheckpointBacklog:
 
     @property
     def waited_for(self) -> Collection[InstanceId]:
-        """The holders for which something is waiting."""
+        """Holders with waiting deliveries."""
         return self._waited_for
 
     def offers(self, holder: InstanceId, now_s: float) -> list[CheckpointDelivery]:
@@ -206,8 +206,8 @@ class CheckpointBacklog:
     def ranges(
         self, holder: InstanceId, now_s: float, budget_pages: int
     ) -> Iterator[tuple[CheckpointDelivery, int, int]]:
-        """The page ranges to send next: deliveries with the first page and the end of a range,
-        `budget_pages` in all at most.
+        """Page ranges to send next: each delivery with the first page and the end of a range, at
+        most `budget_pages` in all.
         """
         offered = (delivery for delivery in self._due(holder, now_s) if delivery.offered)
         for delivery in islice(offered, _MAX_RANGES):
@@ -219,8 +219,8 @@ class CheckpointBacklog:
             yield delivery, first, end
 
     def budget_pages(self, staging_pages: int, lent_pages: int) -> int:
-        """How many pages may be lent for one holder, of `staging_pages` in all: an equal share, so
-        that one that stalls leaves room for the others.
+        """Pages that may be lent for one holder, of `staging_pages` in all: an equal share, so that
+        a stalling holder leaves room for others.
         """
         busy_holders = sum(
             any(delivery.lag_pages for delivery in self._holders[name].waiting)
@@ -230,7 +230,7 @@ class CheckpointBacklog:
         return min(share, staging_pages - lent_pages)
 
     def offered(self, delivery: CheckpointDelivery, held: HeldPages, now_s: float) -> None:
-        """The holder answered an offer."""
+        """Note a holder's answer to an offer."""
         self._holders[delivery.holder].answers = True
         if not self._is_current(delivery):
             return
@@ -252,27 +252,27 @@ class CheckpointBacklog:
     def stored(
         self, delivery: CheckpointDelivery, first: int, held: HeldPages, now_s: float
     ) -> None:
-        """The holder answered to a page range that began at page `first`."""
+        """Note a holder's answer to a page range that began at page `first`."""
         self._holders[delivery.holder].answers = True
         if not self._is_current(delivery):
             return
         lag_pages = delivery.lag_pages
         delivery.refused = held.code is not StoreCode.OK
         delivery.held_pages = held.pages
-        # Without progress it may be another process, which got no offer.
+        # Without progress the holder may be a new process, which got no offer.
         delivery.offered = held.pages > first
         delivery.not_before_s = 0.0 if delivery.offered else now_s + STUCK_S
         self._settle(delivery, lag_pages)
 
     def lost(self, holder: InstanceId) -> None:
-        """The holder does not answer."""
+        """Note that the holder does not answer."""
         self._holders[holder].answers = False
         for delivery in self._current.values():
             if delivery.holder == holder:
                 delivery.offered = False
 
     def moved(self, holder: InstanceId) -> None:
-        """Another one stands in its place, of which nothing is known."""
+        """Note that another, unknown holder has replaced this one."""
         for delivery in self._current.values():
             if delivery.holder == holder:
                 lag_pages = delivery.lag_pages
@@ -280,7 +280,7 @@ class CheckpointBacklog:
                 self._settle(delivery, lag_pages)
 
     def missed(self, delivery: CheckpointDelivery) -> None:
-        """The delivery's next page was evicted before it was sent. A preempted sequence will
+        """Note that the delivery's next page was evicted before sending. A preempted sequence will
         compute it again.
         """
         lag_pages = delivery.lag_pages
@@ -299,16 +299,16 @@ class CheckpointBacklog:
             self.lag_pages -= delivery.lag_pages
 
     def endings(self, holder: InstanceId) -> list[CheckpointDelivery]:
-        """Deliveries that still wait though their sequence has ended."""
+        """Waiting deliveries whose sequence has ended."""
         return [delivery for delivery in self._holders[holder].waiting if delivery.ended]
 
     def lag_of(self, holder: InstanceId) -> int:
-        """The part of the lag that is that holder's."""
+        """The holder's part of the lag."""
         return sum(delivery.lag_pages for delivery in self._holders[holder].waiting)
 
     @property
     def unprotected(self) -> int:
-        """How many sequences have no holder: every one refused, is full, or does not answer."""
+        """Number of sequences without a holder: each refused, is full, or does not answer."""
         return sum(
             all(
                 each.refused or each.no_room or not self._holders[each.holder].answers
@@ -349,7 +349,7 @@ class CheckpointBacklog:
         return sorted(due, key=attrgetter("order"))
 
     def _settle(self, delivery: CheckpointDelivery, lag_pages: int) -> None:
-        """Update indexes and counters for a delivery that had that lag before."""
+        """Update indexes and counters for a delivery whose lag was `lag_pages`."""
         self.lag_pages += delivery.lag_pages - lag_pages
         self._wait(delivery, waits=delivery.waits)
         if delivery.ended and not delivery.waits:

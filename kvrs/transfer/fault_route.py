@@ -24,9 +24,8 @@ def add_fault_route(
     nodes: Collection[NodeId],
     lose_device: Callable[[int | None], None] | None = None,
 ) -> None:
-    """Add the route; `nodes` are all of the cluster. `lose_device`: of a rank by
-    its number, or (None) of an instance of one process; None: there is no device here. It raises
-    RequestError.
+    """Add the route; `nodes` are all nodes of the cluster. `lose_device` kills a rank by its
+    number, or (None) an instance of one process, and may raise RequestError; None: no device here.
     """
 
     async def handle(request: Request) -> Response:

@@ -1,8 +1,9 @@
-"""Measure links by hand-offs that an engine carries out and counts itself, as vLLM does with NIXL.
+"""Measurement of links by hand-offs that an engine performs and counts itself, as vLLM does with
+NIXL.
 
-Pure: `now_s` is an argument. The engine counts transfers, their bytes and their seconds, not from
-where they came; the proxy knows from which nodes its own hand-offs come. What was counted between
-two reads is a sample of
+Pure: `now_s` is an argument. The engine counts transfers, their bytes and seconds, but not their
+sources; the proxy knows the source nodes of its own hand-offs. The counts between two reads give a
+sample of
 
     bytes / (seconds / ranks)
 
@@ -30,7 +31,7 @@ from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement
 
 MEMORY_S = 30.0
-_FIRST_SPREAD = 0.25  # Of the rate, after one sample.
+_FIRST_SPREAD = 0.25  # Spread after one sample, relative to the rate.
 _OWN_SHARE = 0.8
 
 
@@ -39,7 +40,7 @@ class Pulled(NamedTuple):
 
     transfers: float
     size_bytes: float
-    seconds: float  # Of each transfer for itself.
+    seconds: float  # Sum of the transfers' durations.
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +48,7 @@ class FetchedHandOff:
     """A hand-off on its way to the engine."""
 
     source: NodeId
-    size_bytes: float  # As predicted: what is in the engine's prefix cache does not come.
+    size_bytes: float  # Predicted size, without what the engine's prefix cache has.
     ranks: int
     is_over: bool = False
 
@@ -59,11 +60,11 @@ class _Rate:
     bytes_per_s: float
     spread: float  # Mean deviation of the samples.
     measured_s: float
-    size_bytes: float = 0.0  # The weight of both.
+    size_bytes: float = 0.0  # Weight of both means, in bytes.
 
     @classmethod
     def of(cls, bytes_per_s: float, now_s: float) -> "_Rate":
-        """The rate before its first sample, which will be so."""
+        """Start a rate with its first sample."""
         return cls(bytes_per_s, _FIRST_SPREAD * bytes_per_s, now_s)
 
     def add(self, size_bytes: float, bytes_per_s: float, now_s: float) -> None:
@@ -78,7 +79,7 @@ class _Rate:
 
 
 class HandOffMeter:
-    """The links to one engine, by the node that hands over."""
+    """Meter of the links to one engine, by source node."""
 
     def __init__(self) -> None:
         self._pulls: list[FetchedHandOff] = []
@@ -87,12 +88,12 @@ class HandOffMeter:
         self._counted: tuple[Pulled, float | None] | None = None
 
     def begins(self, pull: FetchedHandOff) -> None:
-        """The engine is about to get the request that fetches it; `is_over` is set at its end."""
+        """Note a hand-off whose request is about to be sent; `is_over` is set at its end."""
         self._pulls.append(pull)
         self._sources.add(pull.source)
 
     def counted(self, now: Pulled, now_s: float, process: float | None = None) -> None:
-        """The counts of one process of the engine were read; those of another one begin anew."""
+        """Take the counts of one process of the engine; another process's counts begin anew."""
         before, self._counted = self._counted, (now, process)
         pulls = self._pulls
         self._pulls = [pull for pull in pulls if not pull.is_over]

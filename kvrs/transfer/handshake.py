@@ -20,7 +20,7 @@ from kvrs.transfer.stream import SocketStream
 
 
 class PeerRefusedError(TransferError):
-    """The two ends do not belong together, and a further attempt would end in the same way."""
+    """The two ends do not belong together; another attempt would end alike."""
 
 
 def key_of(secret: bytes, server: Identity | Peer, scope: Scope = Scope.PAGES) -> ScopedKey:

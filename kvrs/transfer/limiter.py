@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from kvrs.protocol.page_messages import TrafficClass
 
-# How late a turn may be granted and still catch up: the tolerance of GCRA and the largest burst.
-# More than a timer's usual lateness.
+# Delay of a turn that still catches up: GCRA's tolerance and largest burst, more than a timer's
+# usual lateness.
 _CATCH_UP_S = 0.02
 
 _CHUNK_S = 0.005
@@ -29,7 +29,7 @@ _MAX_CHUNK_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One transfer's wait to send; over when `granted_bytes` is not 0 any more."""
+    """A transfer's wait to send; over once `granted_bytes` is not 0."""
 
     traffic: TrafficClass
     wanted_bytes: int
@@ -37,12 +37,12 @@ class Turn:
 
 
 class LinkTurns:
-    """The turns of one link, shared by all that is sent over it. Without a rate every turn is
-    granted at once, except that checkpoints wait while a hand-off or a recovery is open.
+    """The turns of one link, shared by all its transfers. Without a rate every turn is granted at
+    once, except that checkpoints wait while a hand-off or a recovery is open.
     """
 
     def __init__(self) -> None:
-        self._bytes_per_s: float | None = None  # None: as fast as it goes; 0: not at all.
+        self._bytes_per_s: float | None = None  # Rate limit; None: unlimited; 0: cut.
         self._used_until_s = float("-inf")
         self._waiting: dict[TrafficClass, deque[Turn]] = {
             traffic: deque() for traffic in TrafficClass
@@ -58,13 +58,13 @@ class LinkTurns:
         return self._bytes_per_s == 0
 
     def set_rate(self, bytes_per_s: float | None, now_s: float) -> None:
-        """Set what the link carries from now on; None: no limit; 0: it is cut."""
+        """Set the link's rate from now on; None: unlimited; 0: cut."""
         if bytes_per_s != self._bytes_per_s:
             # Credit and debt of another rate are dropped.
             self._bytes_per_s, self._used_until_s = bytes_per_s, now_s
 
     def begin(self, traffic: TrafficClass) -> None:
-        """A transfer of this class begins; it asks for turns until its `end`."""
+        """Begin a transfer of this class, which asks for turns until its `end`."""
         self._open[traffic] += 1
 
     def end(self, traffic: TrafficClass) -> None:
@@ -83,7 +83,7 @@ class LinkTurns:
         return turn
 
     def withdraw(self, turn: Turn) -> None:
-        """Remove a turn that was not granted."""
+        """Remove an ungranted turn."""
         self._waiting[turn.traffic].remove(turn)
 
     def grant(self, now_s: float) -> list[Turn]:
@@ -96,8 +96,8 @@ class LinkTurns:
             return self._grant_freely()
         granted: list[Turn] = []
         while (due_s := self.next_s()) is not None and due_s <= now_s:
-            # Bytes of a late grant are made up for, spread over all of the class: else the first
-            # would always get them.
+            # A late grant's bytes are made up for, spread over the class: otherwise the first would
+            # always get them.
             self._used_until_s += max(0.0, now_s - due_s - _CATCH_UP_S)
             queue = self._first_queue()
             late_bytes = int((now_s - self._used_until_s) * self._bytes_per_s / len(queue))
@@ -108,7 +108,7 @@ class LinkTurns:
         return granted
 
     def next_s(self) -> float | None:
-        """When the next turn is due; None when time alone brings none."""
+        """Time of the next due turn; None: time alone brings none."""
         if not self._bytes_per_s or not (queue := self._first_queue()):
             return None
         return (
@@ -138,20 +138,20 @@ class LinkTurns:
         if self._open[TrafficClass.HANDOFF] + self._open[TrafficClass.RECOVERY] == 0:
             checkpoints = self._waiting[TrafficClass.CHECKPOINT]
             for turn in checkpoints:
-                # A piece at a time, so that a higher class does not wait for gigabytes.
+                # Grant a piece at a time, so that a higher class does not wait for gigabytes.
                 turn.granted_bytes = min(turn.wanted_bytes, _MAX_CHUNK_BYTES)
             granted += checkpoints
             checkpoints.clear()
         return granted
 
     def _first_queue(self) -> deque[Turn]:
-        """The queue of the highest class that waits."""
+        """Queue of the highest waiting class."""
         return next(
             (queue for queue in self._waiting.values() if queue),
             self._waiting[TrafficClass.CHECKPOINT],
         )
 
     def _chunk_bytes(self) -> int:
-        """The size of one turn: small, so that turns alternate and the rate is even."""
+        """Size of a turn: small, so that turns alternate and the rate is even."""
         assert self._bytes_per_s
         return int(min(max(self._bytes_per_s * _CHUNK_S, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES))

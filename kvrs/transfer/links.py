@@ -1,4 +1,4 @@
-"""Senders to other nodes: by class of traffic, within the rate of each link.
+"""Senders to other nodes, by class of traffic and within each link's rate.
 
 The event loop's side of `limiter.py`.
 """
@@ -17,21 +17,19 @@ from kvrs.transfer.limiter import LinkTurns, Turn
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import SocketStream
 
-# A peer gives up an end that sends nothing within its stall timeout. A transfer that waits for a
-# higher class sends this many keepalive bytes in that time.
+# Keepalive bytes per stall timeout of a transfer that waits for a higher class, because a peer
+# gives up an end that sends nothing.
 _KEEPALIVES = 4
 
-# Small pages are gathered up to this much per system call: about what the sockets hold, so that
-# sender and receiver do not take turns more often than they must when they share a CPU. The kernel
-# takes at most 1024 buffers, two per page.
+# Bytes of small pages gathered per system call: about what the sockets hold, so that sender and
+# receiver on a shared CPU do not alternate more than needed. The kernel takes at most 1024 buffers,
+# two per page.
 _GATHER_BYTES = 1 << 20
 _GATHER_PAGES = 256
 
 
 class SendingLinks:
-    """The links from this process to every node. One per process, shared by all that sends pages in
-    it.
-    """
+    """The links from this process to every node, one object for all senders of the process."""
 
     def __init__(self, settings: TransferSettings, faults: SendingFaults, own_node: NodeId) -> None:
         self.faults = faults
@@ -40,7 +38,7 @@ class SendingLinks:
         self._links: dict[NodeId, SendingLink] = {}
 
     def to(self, node: NodeId) -> "SendingLink":
-        """The link to a node. Traffic within the own node is not limited."""
+        """The link to a node. Traffic within the own node is unlimited."""
         if (link := self._links.get(node)) is None:
             usual = None if node == self._own_node else self._settings.link_bytes_per_s
             link = self._links[node] = SendingLink(
@@ -50,7 +48,7 @@ class SendingLinks:
 
 
 class SendingLink:
-    """The link to one node: its usual rate, its rate under injected faults, and the waiting
+    """The link to one node: its usual rate, its rate under injected faults, and its waiting
     transfers.
     """
 
@@ -81,7 +79,7 @@ class SendingLink:
                 self._serve()
 
     async def turn(self, traffic: TrafficClass, wanted_bytes: int) -> int:
-        """Wait for the right to send; returns how many bytes, at least one.
+        """Wait for the right to send; return the number of bytes, at least one.
 
         Raises:
             TransferError: the link was cut by a fault for the whole stall timeout, so that the
@@ -116,7 +114,7 @@ class SendingLink:
             del self._waiting[turn]
 
     def _serve(self) -> None:
-        """Grant what is due, and schedule the next call."""
+        """Grant due turns, and schedule the next call."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         rate = self.faults.rate(self._node, self._usual_bytes_per_s, now_s)
@@ -133,7 +131,7 @@ class SendingLink:
 
 
 class Sender:
-    """Writes to one connection, as the link grants turns to its class of traffic."""
+    """Writes to one connection, in the turns of its traffic class."""
 
     def __init__(self, stream: SocketStream, link: SendingLink, traffic: TrafficClass) -> None:
         self._stream = stream
@@ -150,9 +148,7 @@ class Sender:
             size -= granted
 
     def payload(self, page: memoryview) -> memoryview:
-        """The bytes to send for a page whose checksum was taken: the page, unless a fault damages
-        it.
-        """
+        """The bytes to send for a checksummed page: the page, unless a fault damages it."""
         return self._link.faults.payload(page)
 
 
@@ -169,7 +165,7 @@ def split(buffers: Sequence[Bytes], size: int) -> tuple[list[Bytes], list[Bytes]
 
 
 def groups(pages: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
-    """Pages with their numbers, as many at a time as are worth a system call."""
+    """Numbered pages in groups that are each worth a system call."""
     size = min(max(1, _GATHER_BYTES // len(pages[0])), _GATHER_PAGES) if pages else 1
     numbered = list(enumerate(pages))
     return (numbered[start : start + size] for start in range(0, len(numbered), size))

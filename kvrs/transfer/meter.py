@@ -1,4 +1,4 @@
-"""Measure what links carry, in bytes per second.
+"""Meter of the bandwidth of links, in bytes per second.
 
 Pure: `now_s` is an argument. A link is busy while at least one answer is arriving over it; its rate
 is what arrived in that time, by all transfers together, so the estimate is what the link can do and
@@ -42,49 +42,49 @@ from kvrs.ids import NodeId
 # rate.
 TIME_CONSTANT_S = 2.0
 
-# How long a probe takes by the estimate, its smallest size, and the largest part of a link's
-# capacity that all probes over it take together.
+# Duration of a probe by the estimate, its smallest size, and the largest share of a link that all
+# probes take together.
 PROBE_S = 0.03
 PROBE_BYTES = 65536
 PROBE_SHARE = 0.01
 
-# Decisions count on the estimate less its spread, and less this share of it times the root of the
-# seconds without a measurement; but at least on that share of the estimate.
+# Share of the estimate that decisions subtract beside its spread, times the root of the seconds
+# without a measurement; and the least share of it that remains.
 DRIFT = 0.01
 LEAST_SHARE = 0.1
 
-# A shorter time measures the clock and the scheduler rather than the link.
+# Shortest sample: a shorter time measures the clock and the scheduler.
 _MIN_SAMPLE_S = 1e-6
 
-# Under constant traffic a busy period has no end, so it is cut in pieces of at least this length.
+# Length of the pieces of a busy period, which has no end under constant traffic.
 _MAX_SAMPLE_S = 0.1
 
-_FIRST_SPREAD = 0.25  # Of the rate, after one sample.
+_FIRST_SPREAD = 0.25  # Spread after one sample, relative to the rate.
 _SPREAD_CONSTANTS = 4  # Time constant of the spread, in those of the rate.
 
-# A step: a sample that differs from the rate by more than this factor.
+# Factor between sample and rate above which the sample is a step.
 _FAR = 1.5
 _TREND = 0.1  # Weight of a sample in the deviations that tell a trend from noise.
 
-_PROBE_OVERHEAD = 1.05  # Frames and packets around the bytes.
-_BLIND_PAUSE_S = 10.0  # After a probe in which nothing could be seen.
-_BLIND_GROWTH = 4  # Of the next probe.
+_PROBE_OVERHEAD = 1.05  # Factor for frames and packets around the bytes.
+_BLIND_PAUSE_S = 10.0  # Pause after a probe that showed nothing.
+_BLIND_GROWTH = 4  # Growth of the next probe.
 _MAX_BLIND_BYTES = 1 << 20
 _MAX_BLIND = 4
 
-_MAX_FOLLOW_UPS = 3  # Of one probe.
-_FOLLOW_UP_GROWTH = 8  # A probe that is over too soon may tell of any rate.
+_MAX_FOLLOW_UPS = 3  # Most follow-ups of one probe.
+_FOLLOW_UP_GROWTH = 8  # Growth of a follow-up: a probe that is over too soon may mean any rate.
 
 
 class Measurement(NamedTuple):
     bytes_per_s: float
     spread: float  # Mean deviation of the samples from the estimate, in bytes per second.
-    age_s: float  # Of the last sample.
+    age_s: float  # Age of the last sample.
 
 
 def lower_bound(measured: Measurement) -> float:
-    """Bytes per second that the link carries at least, by a measurement of that age; more than
-    0. Links change as a random walk does, so the margin grows with the root of the age.
+    """Lower bound of a link's bytes per second, by a measurement of that age; above 0. Links change
+    like a random walk, so the margin grows with the root of the age.
     """
     rate, spread, age_s = measured
     margin = spread + rate * DRIFT * sqrt(max(0.0, age_s))
@@ -94,29 +94,29 @@ def lower_bound(measured: Measurement) -> float:
 @dataclass(slots=True)
 class _MeteredLink:
     transfers: int = 0
-    since_s: float = 0.0  # Start of the sample that is being taken.
-    last_s: float = 0.0  # When its last byte came.
+    since_s: float = 0.0  # Start of the present sample.
+    last_s: float = 0.0  # Arrival of its last byte.
     bytes: int = 0
     bytes_per_s: float | None = None
     spread: float = 0.0
-    deviation: float = 0.0  # Smoothed, with its sign, ...
-    deviation_size: float = 0.0  # ... and without.
-    latest_bytes_per_s: float = 0.0  # Of the last sample alone.
+    deviation: float = 0.0  # Smoothed signed deviation.
+    deviation_size: float = 0.0  # Smoothed absolute deviation.
+    latest_bytes_per_s: float = 0.0  # Rate of the last sample alone.
     measured_s: float = -inf
     is_doubtful: bool = False  # The last sample is a step, or the only one.
-    before: tuple[float, float] | None = None  # Rate and spread before steps that are in doubt.
+    before: tuple[float, float] | None = None  # Rate and spread before doubtful steps.
     probed_s: float = -inf
-    probe_bytes: int = 0  # Of the last probe.
-    probes: int = 0  # That followed each other at once until now.
-    blind: int = 0  # Probes in a row that showed nothing.
+    probe_bytes: int = 0  # Size of the last probe.
+    probes: int = 0  # Number of probes that followed each other at once.
+    blind: int = 0  # Consecutive probes that showed nothing.
 
     def begin_anew(self, bytes_per_s: float, spread: float) -> None:
-        """Forget all samples before."""
+        """Forget all earlier samples."""
         self.bytes_per_s, self.spread = bytes_per_s, spread
         self.deviation = self.deviation_size = 0.0
 
     def average(self, bytes_per_s: float, constants: float) -> None:
-        """Take a sample into the averages, so many time constants after the one before."""
+        """Add a sample to the averages, `constants` time constants after the last one."""
         assert self.bytes_per_s is not None
         off = bytes_per_s - self.bytes_per_s
         self.deviation += _TREND * (off - self.deviation)
@@ -134,17 +134,17 @@ class LinkMeter:
         self._links: dict[NodeId, _MeteredLink] = {}
 
     def begin(self, source: NodeId, now_s: float) -> None:
-        """The first byte of an answer has arrived; the bytes passed to `add` come after it."""
+        """Note an answer's first byte; the bytes passed to `add` follow it."""
         link = self._links.setdefault(source, _MeteredLink())
         if link.transfers == 0:
             link.since_s, link.last_s, link.bytes = now_s, now_s, 0
         link.transfers += 1
 
     def add(self, source: NodeId, size_bytes: int, now_s: float, waited_s: float = 0.0) -> None:
-        """Bytes, the last of which arrived at `now_s`.
+        """Add bytes, the last of which arrived at `now_s`.
 
-        waited_s: so long before them the sender waited for the reader, which is not the link's
-        time.
+        waited_s: time before them in which the sender waited for the reader, which is not the
+        link's.
         """
         link = self._links[source]
         assert link.transfers > 0
@@ -156,15 +156,15 @@ class LinkMeter:
             self._take_sample(link)
 
     def restart(self, source: NodeId, now_s: float) -> None:
-        """Begin the sample again: bytes that arrived since the last one are not counted, unless
-        other transfers share the link. Bytes passed to `add` come after it.
+        """Restart the sample: bytes since the last sample are not counted, unless other transfers
+        share the link. Bytes passed to `add` come after it.
         """
         link = self._links[source]
         if link.transfers == 1:
             link.since_s, link.last_s, link.bytes = now_s, now_s, 0
 
     def end(self, source: NodeId, now_s: float) -> None:
-        """The answer is complete or was given up; `now_s` may be long after its last byte."""
+        """Note an answer's end, complete or given up; `now_s` may be long after its last byte."""
         link = self._links[source]
         assert link.transfers > 0
         link.transfers -= 1
@@ -172,16 +172,14 @@ class LinkMeter:
             self._take_sample(link)
 
     def unmeasured_s(self, source: NodeId, now_s: float) -> float:
-        """Time without a sample; infinite if there never was one, zero while bytes may be
-        arriving.
-        """
+        """Time without a sample; infinite if there was none, zero while bytes may be arriving."""
         link = self._links.get(source)
         if link is None:
             return inf
         return 0.0 if link.transfers else max(0.0, now_s - link.measured_s)
 
     def estimates(self) -> dict[NodeId, float]:
-        """Bytes per second of every link that has been measured."""
+        """Bytes per second of every measured link."""
         return {
             source: link.bytes_per_s
             for source, link in self._links.items()
@@ -189,7 +187,7 @@ class LinkMeter:
         }
 
     def measurements(self, now_s: float) -> dict[NodeId, Measurement]:
-        """Measurements of all links that have one."""
+        """Measurements of all measured links."""
         return {
             source: Measurement(link.bytes_per_s, link.spread, max(0.0, now_s - link.measured_s))
             for source, link in self._links.items()
@@ -197,9 +195,7 @@ class LinkMeter:
         }
 
     def probe_bytes(self, source: NodeId, least: int, most: int) -> int:
-        """The size of a probe that the link is expected to need `PROBE_S` for; larger where nothing
-        was seen in the last ones.
-        """
+        """Size of a probe that should take `PROBE_S`; larger if the last ones showed nothing."""
         link = self._links.get(source)
         if link is None:
             return least
@@ -212,10 +208,10 @@ class LinkMeter:
         return max(least, min(most, wanted * growth))
 
     def follow_up_bytes(self, source: NodeId, least: int, most: int) -> int | None:
-        """The size of a probe that follows the last one at once; None: it has shown enough.
+        """Size of a probe that follows the last one at once; None: the last one has shown enough.
 
-        What shows nothing of an unknown link is over at once, and a larger one follows. What tells
-        of another rate is confirmed or refuted by one that takes `PROBE_S` at that rate.
+        A larger probe follows one that ended at once and showed nothing of an unknown link. A probe
+        that shows another rate is confirmed or refuted by one that takes `PROBE_S` at that rate.
         """
         link = self._links.get(source)
         if link is None:
@@ -241,7 +237,7 @@ class LinkMeter:
             return True
         if link.bytes_per_s is None:
             return now_s - link.probed_s >= max(interval_s, _BLIND_PAUSE_S)
-        # A link that has become slow counts as slow at once, before the estimate has followed.
+        # A slowed link counts as slow at once, before the estimate has followed.
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
         return now_s - link.probed_s >= link.probes * size_bytes * _PROBE_OVERHEAD * probers / (
             PROBE_SHARE * slowest
@@ -250,12 +246,14 @@ class LinkMeter:
     def probe_begins(
         self, source: NodeId, now_s: float, size_bytes: int, *, follows: bool = False
     ) -> None:
-        """The first byte of a probe's answer has arrived, of so many; it follows another probe."""
+        """Note the first byte of a probe's answer of this size; `follows`: it follows another
+        probe.
+        """
         self.begin(source, now_s)
         link = self._links[source]
         link.probed_s, link.probe_bytes = now_s, size_bytes
         link.probes = link.probes + 1 if follows else 1
-        link.blind = min(link.blind + 1, _MAX_BLIND)  # Until a sample is taken.
+        link.blind = min(link.blind + 1, _MAX_BLIND)  # Counts as blind until a sample is taken.
 
     def _take_sample(self, link: _MeteredLink) -> None:
         elapsed_s = link.last_s - link.since_s
@@ -274,7 +272,7 @@ class LinkMeter:
             return
         constants = max(0.0, link.last_s - link.measured_s) / TIME_CONSTANT_S
         is_step = _is_far(rate, estimate)
-        if is_step and before is not None and not _is_far(rate, before[0]):  # Refuted.
+        if is_step and before is not None and not _is_far(rate, before[0]):  # The step is refuted.
             link.begin_anew(*before)
             link.average(rate, constants)
             link.is_doubtful, link.before = False, None
@@ -282,7 +280,7 @@ class LinkMeter:
             link.before = before or (estimate, link.spread)
             link.begin_anew(rate, max(rate * _FIRST_SPREAD, rate - link.before[0]))
             link.is_doubtful = True
-        elif in_doubt:  # Confirmed.
+        elif in_doubt:  # The step is confirmed.
             link.begin_anew(rate, rate * _FIRST_SPREAD)
             link.is_doubtful, link.before = False, None
         else:

@@ -1,4 +1,4 @@
-"""The puller fetches pages from other instances, and measures the links by that."""
+"""Puller of pages from other instances; it also measures the links."""
 
 import logging
 from collections import deque
@@ -25,41 +25,41 @@ from kvrs.transfer.stream import Filling
 
 log = logging.getLogger(__name__)
 
-# Smaller transfers end before they show a rate; never more than a probe, or probes would not count.
+# Size of a transfer below which it shows no rate; at most a probe's, or probes would not count.
 _MIN_SAMPLE_BYTES = 1 << 15
 
 _PROBE_PIECE_BYTES = 1 << 16
 
-# The kernel is asked so often what has arrived: more often costs a fast link.
+# Bytes between looks at the kernel's arrival times: more looks cost a fast link.
 _LOOK_BYTES = 1 << 18
 
-# Fetches of attempts are in the load reports of this time; of more, the last ones.
+# Time for which fetches of attempts stay in load reports; and their largest number.
 _RECENT_S = 10.0
 _MAX_RECENT = 256
 
-# Tells the meter that an answer of a source begins now.
+# Notes at the meter that an answer of a source begins now.
 _Begin = Callable[[NodeId, float], None]
 
 
 @dataclass(slots=True)
 class _ActivePull:
-    """A pull under way: where its pages go, and how many have arrived and are right."""
+    """A running pull: the destinations of its pages, and the number of correct arrivals."""
 
     request: PullRequest
-    views: list[memoryview]  # The full pages, then perhaps the tail.
+    views: list[memoryview]  # Views of the full pages, then perhaps of the tail.
     tell: Callable[[int], None]
     verified: int = 0
-    mapped: int = 0  # Of these, how many were not sent: what is asked for begins behind them.
+    mapped: int = 0  # Pages that were mapped instead of sent; the request begins behind them.
     gone: bool = False
 
     def add(self, pages: int) -> None:
-        """So many more are there and right."""
+        """Count further correct pages."""
         self.verified += pages
         self.tell(pages)
 
     @property
     def asked(self) -> PullRequest:
-        """The request for the pages that are not mapped."""
+        """The request for pages that are not mapped."""
         return replace(self.request, tags=self.request.tags[self.mapped :])
 
 
@@ -78,9 +78,10 @@ class PagePuller:
         self._meter = LinkMeter(min(PROBE_BYTES, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, secret, settings.stall_timeout_s)
         self._mapper = PageMapper(identity, secret, settings.stall_timeout_s, self._meter, clock)
-        self._unmapped = ""  # Why the last pages of this host came through a socket.
-        self.damaged_pages = 0  # That ever came.
-        self.pulled_bytes = dict.fromkeys(TrafficClass, 0)  # Of pages with a right checksum.
+        self._unmapped = ""  # Reason why the last pages of this host came through a socket.
+        self.damaged_pages = 0  # Number of damaged pages received so far.
+        # Bytes of pages with a correct checksum.
+        self.pulled_bytes = dict.fromkeys(TrafficClass, 0)
 
     async def pull(
         self,
@@ -92,11 +93,11 @@ class PagePuller:
         verified: Callable[[int], None] = lambda pages: None,
     ) -> PullResult:
         """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order
-        and as far as it goes; with the cells of `request.part` only, if there is one. Full pages of
-        a process of this host are copied out of its memory, where it hands that out. `verified` is
-        called with how many more are there and right, the tail too.
+        and as far as possible; only the cells of `request.part`, if given. Full pages of a process
+        of this host are copied from its memory, if shared. `verified` is called with the number of
+        further correct pages, including the tail.
 
-        An error of the peer ends the pull early and stands in the result. Once this has returned or
+        An error of the peer ends the pull early, and is in the result. Once this has returned or
         was cancelled, the buffers are not written any more.
         """
         assert len(pages) == len(request.tags)
@@ -139,24 +140,23 @@ class PagePuller:
             while (more_bytes := meter.follow_up_bytes(peer.node, least, most)) is not None:
                 await self._probe(peer, more_bytes, follows=True)
         except TransferError:
-            # A peer that cannot be reached leaves its link unmeasured; its death is not detected
-            # here.
+            # An unreachable peer leaves its link unmeasured; its death is not detected here.
             return
 
     def links(self) -> dict[NodeId, Measurement]:
-        """Measurements of the links from every node that pages or probes came from."""
+        """Measurements of the links from every node that sent pages or probes."""
         return self._meter.measurements(self._clock())
 
     def link_reports(self) -> list[LinkReport]:
         return [LinkReport(node, *measured) for node, measured in self.links().items()]
 
     async def close(self) -> None:
-        """End all connections. Pulls that are still going on return early, with an error."""
+        """End all connections. Running pulls return early, with an error."""
         self._pool.close()
         self._mapper.close()
 
     async def _map(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> bool:
-        """Copy the full pages out of the peer's memory; returns whether nothing is to be sent."""
+        """Copy the full pages from the peer's memory; return whether nothing remains to be sent."""
         request, views = pulling.request, pulling.views[: len(pulling.request.tags)]
         if not views:
             return False
@@ -257,7 +257,7 @@ class PagePuller:
 
 
 class _Metered:
-    """Tells the meter of one answer: what arrived, and when."""
+    """Reports one answer's arrivals to the meter."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class _Metered:
         self._source = connection.peer.node
         self._arrivals = connection.stream.arrivals
         self._clock = clock
-        self._unseen = 0  # Bytes that were read since the last look.
+        self._unseen = 0  # Bytes read since the last look.
         begin(self._source, self._look()[1])
 
     def read(self, size_bytes: int) -> None:
@@ -279,8 +279,8 @@ class _Metered:
             self._tell()
 
     def restart(self) -> None:
-        """Leave the bytes until now out of the measurement: an idle link may carry the first ones
-        faster (token buckets) or slower (slow start) than those that follow.
+        """Exclude the bytes until now from the measurement: an idle link may carry the first ones
+        faster (token buckets) or slower (slow start) than later ones.
         """
         self._meter.restart(self._source, self._look()[1])
 
@@ -301,7 +301,7 @@ Report = TypeVar("Report")
 
 
 class RecentReports(Generic[Report]):
-    """Reports of what has ended within the last seconds, for load reports."""
+    """Reports of events within the last seconds, for load reports."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -317,7 +317,7 @@ class RecentReports(Generic[Report]):
 
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:
-    """Views to be filled: every page, each followed by the start of the next answer."""
+    """Views to fill: every page, each followed by the start of the next answer."""
     prologues = memoryview(bytearray(len(pages) * SEALED_ANSWER_BYTES))
     starts = range(0, len(prologues), SEALED_ANSWER_BYTES)
     return [

@@ -1,7 +1,7 @@
-"""The pusher sends pages to the agents that keep checkpoints, behind all other traffic.
+"""Pusher of checkpoint pages to agents, with lower priority than all other traffic.
 
-What is pushed are whole pages, and a restore is an ordinary pull, since an agent is a peer like an
-instance. Ranks do not push their cells: the agent would keep pages with parts missing.
+Whole pages are pushed, and a restore is an ordinary pull, since an agent is a peer like an
+instance. Ranks do not push their cells, because the agent would keep incomplete pages.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ class PagePusher:
     ) -> None:
         self._pool = ConnectionPool(identity, secret, settings.stall_timeout_s)
         self._links = links
-        self.pushed_bytes = 0  # Of pages that an agent has answered for.
+        self.pushed_bytes = 0  # Bytes of pages that an agent has acknowledged.
 
     async def offer(
         self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
     ) -> HeldPages:
-        """Ask for room for a stream's checkpoint. Returns what of it the agent has already.
+        """Ask for room for a stream's checkpoint; return what the agent has of it.
 
         Raises:
             TransferError: the agent cannot be reached, refuses, or answers out of turn.
@@ -52,7 +52,7 @@ class PagePusher:
         return (await self._ask(peer, question, 1))[0]
 
     async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[HeldPages]:
-        """Send pages; returns what the agent then holds of each stream, in the order of `batch`.
+        """Send pages; return what the agent then holds of each stream, in the order of `batch`.
 
         Once this has returned, raised or was cancelled, the pages are not read any more.
 
@@ -68,8 +68,8 @@ class PagePusher:
             with self._links.to(peer.node).sending(
                 connection.stream, TrafficClass.CHECKPOINT
             ) as sender:
-                # In one call with the first pages: most stores are small, and each call wakes the
-                # agent.
+                # Sent in one call with the first pages: most stores are small, and each call wakes
+                # the agent.
                 session = connection.stream.session
                 store = frames.encode_store(StoreFrame(connection.request_id, ranges))
                 buffers: list[Bytes] = [store, session.seal(store)]
@@ -85,7 +85,7 @@ class PagePusher:
         return held
 
     async def close(self) -> None:
-        """End all connections. What is still being sent ends with a `TransferError`."""
+        """End all connections. Running sends end with a `TransferError`."""
         self._pool.close()
 
     async def _ask(self, peer: Peer, question: Question, count: int) -> list[HeldPages]:
@@ -113,7 +113,7 @@ async def _checksums(pages: Sequence[memoryview]) -> Iterator[int]:
 
 
 def _ranges(batch: Sequence[StoredPages], checksums: Iterator[int]) -> tuple[StoredRange, ...]:
-    """The ranges of a STORE, which are sent ahead of the pages."""
+    """Ranges of a STORE, sent before the pages."""
     return tuple(
         [
             StoredRange(

@@ -1,4 +1,4 @@
-"""Sources and destinations of pages, by the configuration."""
+"""Sources and destinations of pages in the configuration."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,22 +16,20 @@ from kvrs.transfer.store.directory import store_directory
 async def probe_links(
     puller: PagePuller, registry: Mapping[InstanceId, Peer], own: InstanceId, interval_s: float
 ) -> None:
-    """Probe the links from all peers once per interval; links with traffic of their own are left
-    out.
-    """
+    """Probe the links from all peers once per interval, except links with traffic."""
     while True:
         peers = [*registry.values()]
-        # The other instances of this node probe the same links.
+        # Number of this node's instances, which probe the same links.
         probers = [peer.node for peer in peers].count(registry[own].node)
         for peer in peers:
-            # After an answer of one peer, the others of its node are not probed.
+            # Once a peer has answered, the others of its node are not probed.
             if peer.instance != own:
                 await puller.probe(peer, probers)
         await asyncio.sleep(interval_s)
 
 
 def peers_of(config: Config) -> dict[InstanceId, Peer]:
-    """Where pages may come from and go to: all instances, then the agents if there are any."""
+    """Peers for pages: all instances, then the agents, if any."""
     peers = [
         Peer(instance=instance.id, node=node.id, host=instance.host, port=instance.page_port)
         for node, instance in config.cluster.instances()
@@ -40,7 +38,7 @@ def peers_of(config: Config) -> dict[InstanceId, Peer]:
 
 
 def agents_of(config: Config) -> dict[InstanceId, Peer]:
-    """The agents, where checkpoints go to them."""
+    """The agents, if they keep checkpoints."""
     if not config.backup.at_agents:
         return {}
     return {
@@ -55,8 +53,8 @@ def agents_of(config: Config) -> dict[InstanceId, Peer]:
 
 
 def holders_of(config: Config, own: InstanceId) -> dict[InstanceId, Peer]:
-    """Where this instance sends the pages of its streams, as requests name them; one of a group
-    sends them along the ring of its stages instead.
+    """Receivers of this instance's checkpoint pages, as requests name them; an instance of a group
+    sends along the ring of its stages instead.
     """
     if config.backup.mode is not BackupMode.PEER:
         return agents_of(config)
@@ -68,7 +66,7 @@ def holders_of(config: Config, own: InstanceId) -> dict[InstanceId, Peer]:
 def with_own_memory(
     peers: Mapping[InstanceId, Peer], config: Config, own: NodeSettings, secret: bytes
 ) -> dict[InstanceId, Peer]:
-    """The peers of a process of that node, whose agent is on its host and lends its memory."""
+    """Peers for a process of this node, whose agent is on its host and lends its memory."""
     near = dict(peers)
     if (agent := near.get(own.agent_id)) is not None:
         directory = store_directory(config.backup.directory, secret, own.id)

@@ -1,4 +1,4 @@
-"""Faults injected into what one process sends: pages that it serves and pages that it pushes.
+"""Faults injected into the pages that a process serves and pushes.
 
 Pure: `now_s` is an argument. No fault is ever set unless the configuration allows it.
 """
@@ -11,21 +11,19 @@ from kvrs.ids import NodeId
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    bytes_per_s: float | None  # None: as fast as it goes; 0: the link is cut.
+    bytes_per_s: float | None  # Rate of the link; None: unlimited; 0: cut.
     until_s: float
 
 
 class SendingFaults:
-    """Links that are slowed down or cut, and pages in which a bit is flipped on their way."""
+    """Slowed or cut links, and pages with a bit flipped on their way."""
 
     def __init__(self) -> None:
         self._holds: dict[NodeId, LinkRate] = {}
         self._pages_to_corrupt = 0
 
     def hold(self, node: NodeId, bytes_per_s: float, until_s: float) -> None:
-        """Send at most this much to a node; 0 cuts the link. Replaces an earlier hold of the same
-        link.
-        """
+        """Limit the rate to a node; 0 cuts the link. Replaces an earlier limit of the link."""
         self._holds[node] = LinkRate(bytes_per_s, until_s)
 
     def corrupt(self, pages: int) -> None:
@@ -36,23 +34,21 @@ class SendingFaults:
         self._pages_to_corrupt = 0
 
     def is_idle(self, now_s: float) -> bool:
-        """There is no fault at this moment."""
+        """No fault is active now."""
         return not self._pages_to_corrupt and all(
             hold.until_s <= now_s for hold in self._holds.values()
         )
 
     def rate(self, node: NodeId, usual_bytes_per_s: float | None, now_s: float) -> LinkRate:
-        """The rate of the link at this moment, and its end: the fault's rate in place of the usual
-        one.
-        """
+        """The link's present rate and its end: a fault's rate replaces the usual one."""
         hold = self._holds.get(node) if self._holds else None
         return (
             hold if hold is not None and now_s < hold.until_s else LinkRate(usual_bytes_per_s, inf)
         )
 
     def payload(self, page: memoryview) -> memoryview:
-        """The bytes to send for a page whose checksum was taken: a copy with one bit flipped, while
-        pages are to be corrupted.
+        """The bytes to send for a checksummed page: a copy with one bit flipped, while pages are to
+        be corrupted.
         """
         if not self._pages_to_corrupt:
             return page

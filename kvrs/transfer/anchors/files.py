@@ -1,12 +1,12 @@
-"""Memory in the directory of a node's agent that outlives the processes that use it: a file for
-each instance, and arenas of weights.
+"""Memory in the directory of a node's agent that outlives its processes: a file per instance, and
+arenas of weights.
 
-A process opens its files itself, one process at a time, and holds a lock on what it has opened: the
-kernel ends it with the process, after the process can write no more, and whether or not an agent
-runs. So the agent finds out which memory is in use, and gives back what is not.
+A process opens its files itself, one process at a time, and locks them. The kernel releases the
+lock when the process can no longer write, whether or not an agent runs. So the agent knows which
+memory is in use, and releases the rest.
 
-No socket hands the files out against a proof of the secret: the name of the directory is derived
-from the secret, and any process of the agent's user can open what is in it.
+No proof of the secret is required: the directory's name is derived from the secret, and any process
+of the agent's user can open its files.
 """
 
 import fcntl
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 _MEMORY = "memory-"
 _WEIGHTS = "weights-"
 _UNFINISHED = ".new"
-_ATTACHING = "attaching"  # Locked by the process that attaches.
-# A process that was killed gives its memory back to the system first, 45 ms for each GB.
+_ATTACHING = "attaching"  # File locked by the process that attaches.
+# Time for a killed process to return its memory to the system, at 45 ms per GB.
 _DYING_S = 2.0
-_TIMEOUT_S = 120.0  # Memory of many GB is cleared before it is used.
+_TIMEOUT_S = 120.0  # Time limit of attaching: many GB of memory are cleared first.
 _POLL_S = 0.02
 
 
@@ -41,25 +41,25 @@ class AnchorError(KvrsError):
 
 
 class NoAgentError(AnchorError):
-    """There is no agent, or it ended and took its directory away."""
+    """No agent runs, or it has ended and removed its directory."""
 
 
 class AnchoredFiles:
-    """Every method may block for as long as memory takes to be cleared."""
+    """The files of one agent's directory. Every method may block while memory is cleared."""
 
     def __init__(self, directory: PrivateDirectory, *, reserved_bytes: int = 0) -> None:
-        """`reserved_bytes`: how much of the file system is for checkpoints."""
+        """`reserved_bytes`: part of the file system that is for checkpoints."""
         self._directory, self._reserved_bytes = directory, reserved_bytes
         self._unused_since_s: dict[str, float] = {}
 
     @classmethod
     @contextmanager
     def of_agent(cls, path: Path, wait_s: float, reserved_bytes: int) -> Iterator["AnchoredFiles"]:
-        """Those in the directory of an agent, which may start later.
+        """The files in an agent's directory; waits for an agent that starts later.
 
         Raises:
-            NoAgentError: there is none.
-            AnchorError: others may use it.
+            NoAgentError: no agent.
+            AnchorError: other users may use the directory.
         """
         give_up_s = time.monotonic() + wait_s
         while True:
@@ -76,9 +76,9 @@ class AnchoredFiles:
             yield cls(directory, reserved_bytes=reserved_bytes)
 
     def memory(self, instance: InstanceId, epoch: int, kind: str, size: int) -> tuple[bool, int]:
-        """Attach an instance's memory. Returns whether it is new, and then zero, and a descriptor
-        of it, which is in use as long as it is open or mapped. Memory that another process still
-        uses is fenced and left to it.
+        """Attach an instance's memory. Returns whether it is new, and thus zero, and a descriptor,
+        which keeps the memory in use while open or mapped. Memory still used by another process is
+        fenced and left to it.
 
         Raises:
             NoAgentError: the agent has ended.
@@ -114,8 +114,8 @@ class AnchoredFiles:
             return fd
 
     def weights(self, key: str, size: int) -> tuple[int, int | None]:
-        """Descriptors to read an arena, in use as long as this one is open, and to write it where
-        it is new. Waits for another process that writes it.
+        """Descriptors to read an arena, which keeps it in use while open, and to write a new one.
+        Waits for another process that writes it.
 
         Raises:
             NoAgentError: the agent has ended.
@@ -131,8 +131,8 @@ class AnchoredFiles:
                     with suppress(FileNotFoundError):
                         self._directory.unlink(name + _UNFINISHED)
                     to_write = self._make(undo, name + _UNFINISHED, size, "weights")
-                    # Not the lock of the other one, which its process closes before it commits:
-                    # between the two the arena would be taken for a dead writer's.
+                    # Do not wait for the other descriptor's lock, which its process closes before
+                    # it commits: in between the arena would look like a dead writer's.
                     to_read = self._open_arena(name + _UNFINISHED, size)
                     undo.pop_all()
                     return to_read, to_write
@@ -141,8 +141,8 @@ class AnchoredFiles:
             time.sleep(_POLL_S)
 
     def commit(self, key: str) -> None:
-        """Let an arena be read by all from now on, and be written by none. What writes it is
-        unmapped and closed, what reads it still open.
+        """Make an arena readable for all, and writable for none. Its writer has unmapped and closed
+        it; its reader may stay open.
 
         Raises:
             NoAgentError: the agent has ended.
@@ -152,7 +152,7 @@ class AnchoredFiles:
         with self._alone():
             fd = self._open(name + _UNFINISHED, os.O_RDONLY)
             try:
-                # A lease for reading is granted only if the file is open for writing nowhere.
+                # The kernel grants a read lease only if nothing has the file open for writing.
                 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
                 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             except OSError as error:
@@ -161,12 +161,12 @@ class AnchoredFiles:
                 os.close(fd)
             self._directory.rename(name + _UNFINISHED, name)
 
-    # For the agent.
+    # Methods for the agent.
 
     def end_orphans(self, orphan_s: float, now_s: float) -> None:
-        """Give back memory that no process has used for that long."""
+        """Release memory that no process has used for `orphan_s`."""
         before = self._unused_since_s
-        # While a process attaches, the next round will do.
+        # Skip this round while a process attaches.
         with suppress(AnchorError), self._alone(wait_s=0.0):
             self._unused_since_s = {
                 name: before.get(name, now_s) for name in self._names() if not self._is_used(name)
@@ -177,7 +177,7 @@ class AnchoredFiles:
                     self._directory.unlink(name)
 
     def clear(self) -> None:
-        """Unlink everything; processes keep what they have mapped."""
+        """Unlink everything; processes keep their mappings."""
         for name in [*self._names(), _ATTACHING]:
             with suppress(FileNotFoundError):
                 self._directory.unlink(name)
@@ -223,7 +223,7 @@ class AnchoredFiles:
             os.close(fd)
 
     def _make(self, undo: ExitStack, name: str, size: int, what: str) -> int:
-        """A new file with all of its memory."""
+        """Make a new file with all its memory allocated."""
         left = self._reserved_bytes - self._directory.used_bytes()
         room = self._directory.free_bytes() - max(0, left)
         if size > room:

@@ -1,12 +1,12 @@
-"""The ledger in front of an instance's pages: a record for each page, and for each stream that runs
-how far its pages go.
+"""The ledger in front of an instance's pages: a record per page, and per running stream the extent
+of its pages.
 
 The order of writes makes a SIGKILL at any moment harmless:
 
 1. A page's record is written after its last token was computed or has arrived, and cleared before
    the page is given to another sequence. A page with a record is not written.
-2. A record is one store of up to 64 bytes under a seal (see `sealed`). One that was torn, or moved,
-   has a wrong seal.
+2. A record is one store of up to 64 bytes under a seal (see `sealed`). A torn or moved record has
+   a wrong seal.
 3. A record has the checksum of its page. A page is adopted only if the checksum is that of what
    lies there.
 4. A stream's row names its last full page; the pages before it are found by the tags of their
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 EPOCH_AT = 1024
-FORMAT = 2  # Of ledgers; those of other formats are not adopted.
+FORMAT = 2  # Format of ledgers; other formats are not adopted.
 _RECORD = struct.Struct("<16s16sQQ")  # tag, tag of the page before, number of the write, checksum
 _ROW = struct.Struct("<16sI")  # tag of the last full page, pages; the stream's id
 _RECORD_BYTES = 64
@@ -50,7 +50,7 @@ def epoch_block(epoch: int) -> bytes:
 
 
 def read_header(block: "bytes | memoryview") -> tuple[str, int] | None:
-    """Kind of the memory, and epoch of the last process that attached it. None: it is torn."""
+    """Kind of the memory, and epoch of the last process that attached it. None: torn."""
     kind, epoch = unsealed(block), unsealed(block[EPOCH_AT:HEADER_BYTES])
     if kind is None or epoch is None:
         return None
@@ -59,8 +59,8 @@ def read_header(block: "bytes | memoryview") -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class LedgerLayout:
-    """Behind the header: a note of the process to its successor, rows of streams, records, and then
-    the pages.
+    """Layout behind the header: a note of the process for its successor, rows of streams, records,
+    then pages.
     """
 
     pages: int
@@ -76,20 +76,20 @@ class LedgerLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Where the pages begin."""
+        """Size of the ledger; the pages follow."""
         end = self.records_at + self.pages * _RECORD_BYTES
         return -(-end // HEADER_BYTES) * HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPages:
-    """Pages that a process left, with their tags, the longest kept first, and of each stream the
-    tags of its leading full pages.
+    """Pages left by a process, with their tags, longest kept first; and the tags of each stream's
+    leading full pages.
     """
 
     pages: list[tuple[int, Tag]] = field(default_factory=list)
     streams: dict[StreamId, list[Tag]] = field(default_factory=dict)
-    damaged: int = 0  # Records that were torn, or whose page is another one.
+    damaged: int = 0  # Number of torn records, and of records with another page.
 
 
 class PageLedger:
@@ -114,7 +114,8 @@ class PageLedger:
         self._writes = 0
         self._free_rows = list(range(layout.rows - 1, -1, -1))
         self._row_of: dict[StreamId, int] = {}
-        self._left: dict[StreamId, None] = {}  # Of `_row_of`, those of the process before.
+        # Streams in `_row_of` that belong to the process before.
+        self._left: dict[StreamId, None] = {}
 
     @property
     def is_current(self) -> bool:
@@ -124,19 +125,19 @@ class PageLedger:
     # Pages.
 
     def record(self, page: int, tag: Tag, parent: Tag) -> None:
-        """The page holds what the tag names: to be called when it is not written any more."""
+        """Record that the page has the tag's contents; call once it is no longer written."""
         self._writes += 1
         facts = _RECORD.pack(tag, parent, self._writes, checksum(self._page(page)))
         self._records.write(page, facts)
 
     def clear(self, page: int) -> None:
-        """The page holds nothing: to be called before it is written again."""
+        """Clear the page's record; call before the page is written again."""
         self._records.clear(page)
 
     # Streams.
 
     def note_stream(self, stream: StreamId, pages: int, last: Tag) -> None:
-        """The stream's first full pages are recorded, up to the one tagged `last`."""
+        """Note that the stream's first full pages are recorded, up to the one with tag `last`."""
         name, row = stream.encode(), self._row_of.get(stream)
         if row is None:
             if len(name) > _LONGEST_ID_BYTES or (row := self._take_row()) is None:
@@ -152,10 +153,10 @@ class PageLedger:
             self._rows.clear(row)
             self._free_rows.append(row)
 
-    # The process before.
+    # Pages of the process before.
 
     def adopt(self) -> KeptPages:
-        """Verify what the process before has left; what is not whole is cleared."""
+        """Verify the pages of the process before; incomplete ones are cleared."""
         found: dict[Tag, tuple[int, int, Tag]] = {}
         damaged = 0
         for page in range(self._layout.pages):
@@ -186,17 +187,15 @@ class PageLedger:
             self.clear(page)
 
     def drop(self) -> None:
-        """The pages are lost: no process can adopt them, and this one ends before its next
-        batch.
-        """
+        """Drop all pages: no process can adopt them, and this one ends before its next batch."""
         self._header[:] = bytes(HEADER_BYTES)
 
     def write_note(self, note: bytes) -> None:
-        """Facts that the process after this one need not find out again."""
+        """Write facts for the next process, which need not determine them again."""
         self._note.write(0, note)
 
     def read_note(self) -> bytes | None:
-        """None: there is none that is whole."""
+        """The note of the process before; None: no complete note."""
         return self._note.read(0)
 
     def _adopt_rows(self, parents: dict[Tag, Tag]) -> dict[StreamId, list[Tag]]:
@@ -223,7 +222,7 @@ class PageLedger:
 
 
 def _chain(last: Tag, pages: int, parents: dict[Tag, Tag]) -> list[Tag] | None:
-    """The tags of a stream's first pages; None: one is not there."""
+    """Tags of a stream's first pages; None: a page is missing."""
     chain: list[Tag] = []
     tag = last
     while len(chain) < pages:
@@ -231,5 +230,5 @@ def _chain(last: Tag, pages: int, parents: dict[Tag, Tag]) -> list[Tag] | None:
             return None
         chain.append(tag)
         tag = parents[tag]
-    # The one before the first page is the root of model and tenant, which is no page.
+    # The first page's parent is the root of model and tenant, which is no page.
     return chain[::-1] if chain and tag not in parents else None

@@ -1,5 +1,5 @@
-"""A client of an agent's row port asks which rows the agent holds, and receives their bytes into
-memory of the caller. Calls block, up to a deadline; each thread that calls has its own connection.
+"""Client of an agent's row port: it asks which rows the agent holds, and receives their bytes into
+the caller's memory. Calls block, up to a deadline; each calling thread has its own connection.
 """
 
 import logging
@@ -17,13 +17,13 @@ from kvrs.transfer.rows.tags import RowTags
 
 log = logging.getLogger(__name__)
 
-# An agent that has failed is not asked again for this long.
+# Time for which a failed agent is not asked again.
 SILENT_S = 1.0
-_BATCH = 256  # Rows of one question, so that what is lost with a connection is little.
+_BATCH = 256  # Rows per question, so that a lost connection loses little.
 
 
 class RowClient:
-    """The connections to one agent. May be used by several threads."""
+    """Connections to one agent. Threads may share the object."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class RowClient:
         *,
         is_local: bool = False,
     ) -> None:
-        """`dial` connects within a time, and raises OSError where there is no agent; `name` is for
-        messages. `is_local`: the way to it is within the host, and rows need no tag.
+        """`dial` connects within a time, and raises OSError without an agent; `name` is for
+        messages. `is_local`: the agent is on this host, and rows need no tag.
         """
         self.name = name
         self._dial, self._key = dial, key
@@ -51,7 +51,7 @@ class RowClient:
         return time.monotonic() >= self._silent_until_s
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
-        """Ask which rows the agent holds; False also where it cannot say so in time."""
+        """Ask which rows the agent holds; False also if it does not answer in time."""
         give_up_s = time.monotonic() + timeout_s
         found: list[bool] = []
 
@@ -70,14 +70,14 @@ class RowClient:
         return found + [False] * (len(keys) - len(found))
 
     def load(self, wanted: Sequence[tuple[bytes, memoryview]], timeout_s: float) -> int:
-        """Receive rows into memory, each of which is checked. Returns how many of the first ones
-        are there; what follows them may hold anything.
+        """Receive rows into memory, and check each. Returns the number of leading correct rows;
+        memory of later ones is undefined.
         """
         give_up_s = time.monotonic() + timeout_s
         loaded = 0
 
         def ask(stream: RowStream) -> None:
-            """Rows that are there already are not written again."""
+            """Load the missing rows; present ones are not written again."""
             nonlocal loaded
             batch = wanted[loaded:end]
             stream.send(rows.encode(RowFrame.LOAD, [key for key, _ in batch]))
@@ -91,7 +91,7 @@ class RowClient:
             if loaded < end:
                 break
         if loaded and self._said.endswith(TOO_SLOW):
-            self._silent_until_s = 0.0  # There was too much for the time: the agent is well.
+            self._silent_until_s = 0.0  # The agent is fine: the time was too short.
         return loaded
 
     def close(self) -> None:
@@ -113,8 +113,8 @@ class RowClient:
         return True
 
     def _call(self, ask: Callable[[RowStream], None], give_up_s: float) -> None:
-        """Ask on a connection. One that was idle may be that of an agent which has ended since: the
-        question is then put once more.
+        """Ask on a connection. An idle connection may belong to an ended agent: then the question
+        is repeated once.
         """
         for _ in range(2):
             if not self.is_usable or time.monotonic() >= give_up_s:

@@ -1,8 +1,8 @@
-"""Sockets of the row port: in a directory of the own host, and over TCP between nodes.
+"""Sockets of the row port: in a directory of this host, and over TCP between nodes.
 
-The directory is the agent's and holds the socket alone. Processes of its group may connect: that of
-`backup.directory` if the agent's user is in it, else the agent's own. Neither end uses a directory
-that others may write to, or enter.
+The directory belongs to the agent and holds only the socket. Processes of its group may connect:
+the group of `backup.directory` if the agent's user is in it, else the agent's own. Neither end uses
+a directory that others may write to or enter.
 """
 
 import os
@@ -20,17 +20,17 @@ from kvrs.transfer.store.directory import not_ours, open_to_others
 from kvrs.transfer.stream import SEND_BUFFER_BYTES, page_socket, tune
 
 _BACKLOG = 128
-# Bytes that are sent may stay unacknowledged so long before the other end counts as gone.
+# Time for which sent bytes may stay unacknowledged before the other end counts as gone.
 _GONE_S = 10.0
-_MODE, _OTHERS = 0o750, 0o027  # Of the directory, and what its mode must not have.
+_MODE, _OTHERS = 0o750, 0o027  # Mode of the directory, and bits that it must not have.
 _SOCKET, _SOCKET_MODE = "rows", 0o660
 
 
 def listen_unix(directory: Path) -> socket.socket:
-    """Make the directory if there is none, and listen in it.
+    """Make the directory, if missing, and listen in it.
 
     Raises:
-        ConfigError: it cannot be made, belongs to another user, or others may use it.
+        ConfigError: the directory cannot be made, belongs to another user, or others may use it.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -55,7 +55,7 @@ def listen_unix(directory: Path) -> socket.socket:
 
 def _give_to_group(directory: int) -> None:
     for group in (os.stat("..", dir_fd=directory).st_gid, os.getegid()):
-        with suppress(OSError):  # This user is not in it.
+        with suppress(OSError):  # This user is not in the group.
             os.chown(_SOCKET, -1, group, dir_fd=directory, follow_symlinks=False)
             os.fchown(directory, -1, group)
             return
@@ -70,11 +70,11 @@ def remove_unix(directory: Path) -> None:
 
 
 def dial_first(directories: Sequence[Path], timeout_s: float) -> socket.socket:
-    """Connect to the agent that listens in one of these: the name of a directory follows the
-    cluster's first secret, and while secrets are rotated both ends may have another first one.
+    """Connect to the agent that listens in one of these directories: their names depend on the
+    cluster's first secret, which may differ between the ends while secrets are rotated.
 
     Raises:
-        OSError: as `dial_unix`, of the last directory.
+        OSError: as in `dial_unix`, for the last directory.
     """
     *others, last = directories
     for directory in others:
@@ -84,14 +84,14 @@ def dial_first(directories: Sequence[Path], timeout_s: float) -> socket.socket:
 
 
 def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
-    """Raises OSError: no agent listens in the directory, this user may not enter it, or others than
-    its group may.
+    """Connect to a directory's agent. Raises OSError: none listens, this user may not enter the
+    directory, or others than its group may.
     """
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout_s)
         with opened(directory) as inside:
-            # The kernel has let in root, the directory's owner or a member of its group, no other.
+            # The kernel admits only root, the directory's owner and members of its group.
             if reason := open_to_others(os.fstat(inside), _OTHERS):
                 raise PermissionError(reason)
             connect_at(inside, _SOCKET, connection)
@@ -108,9 +108,11 @@ def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
 
 
 def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Raises OSError: no agent listens there, or its name is not known in time."""
+    """Connect over TCP. Raises OSError: no agent listens there, or its name did not resolve in
+    time.
+    """
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # A resolver may take far longer than the caller has.
+    # A resolver may take longer than the caller can wait.
     threading.Thread(
         target=lambda: found.put(_looked_up(host, port)), name="kvrs-names", daemon=True
     ).start()
@@ -126,7 +128,7 @@ def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _looked_up(host: str, port: int) -> Any:
-    """The first address of a host, or the error."""
+    """First address of a host, or the error."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
     except OSError as error:
@@ -134,7 +136,7 @@ def _looked_up(host: str, port: int) -> Any:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """Raises OSError: the address cannot be had."""
+    """Listen at an address. Raises OSError: unavailable."""
     listener = page_socket(host)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

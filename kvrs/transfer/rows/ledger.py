@@ -1,7 +1,7 @@
-"""A ledger in shared memory says which row of an engine's host memory holds which key, also after
-the engine's death: a sequence lock per row.
+"""Ledger in shared memory of the key in each row of an engine's host memory, which outlives the
+engine: a sequence lock per row.
 
-The writer is the one thread of the engine that gives rows out:
+The writer is the engine's only thread that assigns rows:
 
     writing   before a copy into the row is planned      sequence becomes the next odd number
     holds     after all copies into it have completed    key, then sequence becomes even
@@ -25,9 +25,9 @@ import struct
 from kvrs.errors import TransferError
 
 MAX_KEY_BYTES = 55
-MAX_ROWS = 1 << 22  # 8 TB of rows of 2 MiB.
+MAX_ROWS = 1 << 22  # Most rows: 8 TB of rows of 2 MiB.
 EPOCH_BYTES = 16
-# Loads and stores of this processor stay in order, as the readers of a living engine need it.
+# This processor keeps loads and stores in order, as readers of a living engine need.
 ORDERED = platform.machine() in {"x86_64", "AMD64"}
 
 _MAGIC = b"kvrsrows"
@@ -36,21 +36,22 @@ _VERSION = 2
 _HEADER = struct.Struct(f"<8sIIQQ{EPOCH_BYTES}s")
 _CLOSED_AT = _HEADER.size
 _ENTRY_BYTES = 64
-_WORDS = _ENTRY_BYTES // 8  # Of a header, too.
+_WORDS = _ENTRY_BYTES // 8  # Words of an entry or the header.
 _KEY_AT = 8
-# Of the byte in front of a key, beside its length.
+# Bit of the byte in front of a key, beside the length.
 _PROTECTED = 0x80
 assert _HEADER.size + 8 <= _ENTRY_BYTES
 assert _KEY_AT + 1 + MAX_KEY_BYTES == _ENTRY_BYTES
-# The memory keeps its size: a reader that has mapped it cannot be ended by one that cuts it.
+# The memory keeps its size, so truncation cannot kill a reader that has mapped it.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RowLedger:
-    """The writer's side, for one thread. Its memory ends with the last process that has it.
+    """The writer's side, for one thread. Its memory ends with the last process that has it open.
 
-    A lock on it (`link.py`) says that the process lives. It would end with any descriptor or map of
-    this memory that the process closes: none is, and no view is made in the writer's process.
+    A lock on it (`link.py`) shows that the process lives. Closing any descriptor or map of this
+    memory in the process would release the lock: none is closed, and the writer's process makes no
+    view.
     """
 
     def __init__(self, rows: int, row_bytes: int = 0) -> None:
@@ -59,7 +60,7 @@ class RowLedger:
         self.rows = rows
         size = (rows + 1) * _ENTRY_BYTES
         self.descriptor = os.memfd_create("kvrs-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(self.descriptor, 0o600)  # A reader of another user cannot open it for writing.
+        os.fchmod(self.descriptor, 0o600)  # Other users can open the memory for reading only.
         os.ftruncate(self.descriptor, size)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self.descriptor, size)
@@ -67,19 +68,19 @@ class RowLedger:
         self.describe(row_bytes)
 
     def describe(self, row_bytes: int) -> None:
-        """State the size of a row, before the ledger is handed to a reader, and a new epoch."""
+        """Set the size of a row and a new epoch, before the ledger is passed to a reader."""
         header = _HEADER.pack(
             _MAGIC, _VERSION, _ENTRY_BYTES, self.rows, row_bytes, secrets.token_bytes(EPOCH_BYTES)
         )
         self._memory[: _HEADER.size] = header
 
     def writing(self, row: int) -> None:
-        """Whatever the row held is gone."""
+        """Note that the row's contents are gone."""
         at = (row + 1) * _WORDS
         self._words[at] = (self._words[at] + 1) | 1
 
     def holds(self, row: int, key: bytes, *, protected: bool = False) -> None:
-        """All bytes of the key are in the row. A key that is too long stays untold."""
+        """Note that all bytes of the key are in the row. A key that is too long is not noted."""
         at = (row + 1) * _WORDS
         if not self._words[at] & 1 or len(key) > MAX_KEY_BYTES:
             return
@@ -89,13 +90,13 @@ class RowLedger:
         self._words[at] += 1
 
     def protect(self, row: int, *, protected: bool) -> None:
-        """Tell whether a running stream needs what the row holds."""
+        """Set whether a running stream needs the row."""
         at = (row + 1) * _ENTRY_BYTES + _KEY_AT
         size = self._memory[at] & ~_PROTECTED
         self._memory[at] = size | protected * _PROTECTED
 
     def close(self) -> None:
-        """Withdraw all rows for good: their keys no longer say what they hold, as after a change of
+        """Withdraw all rows for good: their keys no longer describe them, as after a change of
         weights.
         """
         self._words[_CLOSED_AT // 8] = 1
@@ -105,13 +106,13 @@ class RowLedger:
 
 
 class LedgerView:
-    """The reader's side: of a living or a dead writer's ledger."""
+    """The reader's side of a living or a dead writer's ledger."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the ledger behind a descriptor, which stays the caller's.
 
         Raises:
-            TransferError: it is none, its size is not fixed, or it is of another version.
+            TransferError: not a ledger, a size that is not fixed, or another version.
         """
         size = os.fstat(descriptor).st_size
         most = (MAX_ROWS + 1) * _ENTRY_BYTES
@@ -141,7 +142,7 @@ class LedgerView:
 
     @property
     def epoch(self) -> bytes:
-        """Random bytes, which change with everything that makes rows wrong."""
+        """Random bytes, which change whenever all rows become invalid."""
         return self._memory[_CLOSED_AT - EPOCH_BYTES : _CLOSED_AT]
 
     @property
@@ -149,13 +150,13 @@ class LedgerView:
         return self._words[_CLOSED_AT // 8] != 0
 
     def sequences(self) -> list[int]:
-        """Sequences of all rows; zeros where nothing is shared."""
+        """Sequences of all rows; zeros if nothing is shared."""
         if self.is_closed:
             return [0] * self.rows
         return self._words[_WORDS::_WORDS].tolist()
 
     def entry(self, row: int) -> tuple[bytes, int] | None:
-        """Key and sequence of a row. None: it holds nothing, or is being written."""
+        """Key and sequence of a row. None: empty, or being written."""
         at = (row + 1) * _WORDS
         if not (sequence := self._words[at]) or sequence & 1:
             return None
@@ -165,14 +166,14 @@ class LedgerView:
         return (key, sequence) if self.still(row, sequence) else None
 
     def protected(self) -> list[int]:
-        """Rows that running streams need, whatever they hold."""
+        """Numbers of rows that running streams need."""
         if self.is_closed:
             return []
         sizes = self._bytes[_ENTRY_BYTES + _KEY_AT :: _ENTRY_BYTES].tolist()
         return [row for row, size in enumerate(sizes) if size & _PROTECTED]
 
     def still(self, row: int, sequence: int) -> bool:
-        """Nothing was written into the row since its entry had this sequence."""
+        """The row has not been written since its entry had this sequence."""
         return self._words[(row + 1) * _WORDS] == sequence and not self.is_closed
 
     def release(self) -> None:

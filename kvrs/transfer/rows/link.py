@@ -1,5 +1,5 @@
-"""The link of an engine to its node's agent: it hands over the engine's memory and ledger, again
-whenever another agent has come.
+"""Link of an engine to its node's agent: it passes the engine's memory and ledger, again to each
+new agent.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ _TIMEOUT_S = 5.0
 
 
 class RegionLink:
-    """A thread that keeps an agent holding the memory of this process's engine."""
+    """A thread that makes the node's agent hold the memory of this process's engine."""
 
     def __init__(
         self,
@@ -34,19 +34,19 @@ class RegionLink:
         dial: Callable[[], socket.socket],
         key: ScopedKey,
     ) -> None:
-        """`memory`: descriptor of the engine's region, which stays the caller's. `dial` connects to
-        the agent, and raises OSError where there is none.
+        """`memory`: descriptor of the engine's region, owned by the caller. `dial` connects to the
+        agent, and raises OSError without one.
 
         Raises:
             OSError: the memory cannot be opened for reading.
         """
         self._info, self._dial, self._key = info, dial, key
         self._ledger = ledger
-        # Two descriptions for reading: an agent can write neither.
+        # Read-only descriptors: an agent can write neither file.
         self._shown = [read_only(memory), read_only(ledger.descriptor)]
         # The lock belongs to this process alone: a forked child does not have it, and the kernel
-        # ends it with the process, although the agent still has the file open. Closing any
-        # descriptor of the file would end the lock, so this process closes none.
+        # releases it at the process's end, although the agent still has the file open. Closing any
+        # descriptor of the file would release it, so this process closes none.
         fcntl.lockf(ledger.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         self._told = ToldOnce(log)
         self._stop = threading.Event()
@@ -57,7 +57,7 @@ class RegionLink:
         self._thread.start()
 
     def close(self) -> None:
-        """End the link; the agent still takes the engine for alive."""
+        """End the link; the engine still counts as alive for the agent."""
         self._stop.set()
         if (stream := self._stream) is not None:
             stream.end()
@@ -93,7 +93,7 @@ class RegionLink:
 
 
 class ToldOnce:
-    """A state that a log has once, until it is another one."""
+    """Logs a state once until it changes."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log, self._last = log, ""
@@ -105,13 +105,13 @@ class ToldOnce:
 
 
 def read_only(descriptor: int) -> int:
-    """The same file, open for reading alone."""
+    """The same file, opened for reading only."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def unlink_region(path: Path, descriptor: int) -> None:
-    """Take the name of a region away once all its processes have it mapped: memory without a name
-    is never left behind. A name that stands for another file by now is left alone.
+    """Unlink a region once all its processes have mapped it: memory without a name is never left
+    behind. A name that belongs to another file by now is left alone.
     """
     with suppress(FileNotFoundError):
         found, own = os.stat(path), os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""The row port's connections carry whole frames over blocking sockets, by a deadline."""
+"""Connections of the row port: whole frames over blocking sockets, by a deadline."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ TOO_SLOW = "too slow"
 
 
 class RowStream:
-    """One end of a connection. Its owner closes it; a method that raises leaves it unusable."""
+    """One end of a connection. Its owner closes it; an error leaves it unusable."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -32,24 +32,24 @@ class RowStream:
         return self._connection.family == socket.AF_UNIX
 
     def until(self, timeout_s: float | None) -> None:
-        """Let everything from here on be done within this time. None: it may take for ever."""
+        """Set a time limit for everything from here on; None: no limit."""
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def end(self) -> None:
-        """Wake the thread that waits in one of the other methods: it raises."""
+        """Wake the thread that waits in another method, which then raises."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._connection.close()
 
-    # The proof.
+    # Mutual proof.
 
     def prove(self, key: ScopedKey) -> None:
-        """The client's part.
+        """The client's part of the proof.
 
         Raises:
-            TransferError: the agent has another secret, or is none.
+            TransferError: the agent has another secret, or it is not an agent.
         """
         proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
         self.send(proof.hello)
@@ -62,7 +62,7 @@ class RowStream:
         self.send(answer)
 
     def admit(self, keys: Sequence[ScopedKey]) -> None:
-        """The server's part.
+        """The server's part of the proof.
 
         Raises:
             TransferError: the client has proved nothing.
@@ -71,7 +71,7 @@ class RowStream:
         proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES))
         try:
             while not proof.is_over:
-                # No byte more than the proof: descriptors come with the first of the next frame.
+                # Read no byte beyond the proof: descriptors come with the next frame's first byte.
                 answer, _ = proof.receive(self.receive_exactly(proof.wanted_bytes))
                 self.send(answer)
         except ProofError as error:
@@ -82,7 +82,7 @@ class RowStream:
     # Frames.
 
     def send(self, *parts: bytes | bytearray | memoryview) -> None:
-        """Raises TransferError: the connection is lost, or the other end is too slow."""
+        """Send. Raises TransferError: the connection is lost, or the other end is too slow."""
         left = [memoryview(part).cast("B") for part in parts if len(part)]
         try:
             while left:
@@ -99,7 +99,7 @@ class RowStream:
         """Send bytes of a file without copying them.
 
         Raises:
-            TransferError: as `send`, or the file is shorter.
+            TransferError: as in `send`, or a file that is too short.
         """
         end = offset + size
         writable = select.poll()
@@ -128,11 +128,11 @@ class RowStream:
         self.send(frame[sent:])
 
     def receive_head(self) -> RowHead:
-        """Raises TransferError: the connection is lost, or no frame comes."""
+        """Receive a frame's head. Raises TransferError: lost connection, or no frame."""
         return rows.decode_head(self.receive_exactly(rows.HEAD_BYTES))
 
     def receive_head_with(self, most: int) -> tuple[RowHead, list[int]]:
-        """A frame's head and the descriptors that came with it, which are the caller's.
+        """A frame's head and the descriptors that came with it, owned by the caller.
 
         Raises:
             TransferError: as `receive_head`, or there are more than `most`.
@@ -154,10 +154,10 @@ class RowStream:
             raise
 
     def expect(self, frame: RowFrame) -> RowHead:
-        """The head of an answer.
+        """Receive the head of an answer.
 
         Raises:
-            TransferError: it is another one, or a refusal.
+            TransferError: another answer, or a refusal.
         """
         head = self.receive_head()
         if head.frame is RowFrame.REFUSED:
@@ -168,7 +168,7 @@ class RowStream:
         return head
 
     def choose(self, space: Space) -> None:
-        """Let keys and rows be of this space from here on. Raises TransferError."""
+        """Choose the space of keys and rows from here on. Raises TransferError."""
         self.send(rows.encode(RowFrame.SPACE, body=rows.encode_space(space)))
         self.expect(RowFrame.HELD)
 
@@ -177,7 +177,7 @@ class RowStream:
         the caller verifies. None: the row is gone.
 
         Raises:
-            TransferError: something else came, or a row of another size.
+            TransferError: another frame, or a row of another size.
         """
         head = self.receive_head()
         if head.frame is RowFrame.GONE:

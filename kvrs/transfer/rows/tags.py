@@ -1,10 +1,10 @@
-"""Tags of rows: macs by which a server knows a row that came from another node.
+"""Tags of rows: MACs by which a server recognises rows of other nodes.
 
-The tag of a row is GMAC over its namespace, key and bytes, beside the salt and the number of the
-tag: each process that makes tags derives a key of its own from that of the cluster by a random
-salt, and counts. The agent of the row's engine makes the tag once, as the row first leaves the
-node, behind the ledger's word that the bytes are those of the key, and a server that loads the row
-verifies it, whichever agents and networks the row came by.
+The tag of a row is the GMAC of its namespace, key and bytes, plus the salt and the number of the
+tag: each process that makes tags derives a key of its own from the cluster's by a random salt, and
+counts. The agent of the row's engine makes the tag once, when the row first leaves the node, after
+the ledger has confirmed that the bytes belong to the key. A server that loads the row verifies the
+tag, whichever agents and networks passed the row on.
 """
 
 import hmac
@@ -22,10 +22,10 @@ assert _TAG.size == TAG_BYTES
 
 
 class RowTagger:
-    """Makes tags of rows. May be used by several threads, not by a forked child."""
+    """Makes tags of rows. Threads may share it; a forked child must not."""
 
     def __init__(self, secret: bytes, salt: bytes) -> None:
-        """`secret`: the cluster's; `salt`: random bytes that no other object has."""
+        """`secret` is the cluster's; `salt` is random bytes that no other tagger has."""
         self._salt = salt
         self._gmac = _gmac(secret, salt)
         self._numbers = itertools.count()
@@ -39,7 +39,7 @@ class RowTags:
     """Verifies tags of rows."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
-        """A tag is right by any of the cluster's secrets."""
+        """A tag is valid under any of the cluster's secrets."""
         self._secrets = secrets
 
     def is_right(self, tag: bytes, space: Space, key: bytes, row: bytearray | memoryview) -> bool:
@@ -58,5 +58,5 @@ def _gmac(secret: bytes, salt: bytes) -> Gmac:
 
 
 def _meaning(space: Space, key: bytes) -> bytes:
-    """Return what a row's bytes stand for; no other space and key have the same."""
+    """The bytes that identify a row: each space and key has its own."""
     return encode_space(space) + key

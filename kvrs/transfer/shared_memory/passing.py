@@ -56,7 +56,9 @@ def connect_at(directory: int, name: str, connection: socket.socket) -> None:
 
 
 def foreign_user(connection: socket.socket) -> str | None:
-    """Why the process at the other end may not be served; None: the kernel reports this user."""
+    """Reason why the process at the other end may not be served; None: the kernel reports this
+    user.
+    """
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(packed)
     if uid == os.geteuid():
@@ -65,7 +67,7 @@ def foreign_user(connection: socket.socket) -> str | None:
 
 
 def rights(descriptors: Sequence[int]) -> "list[tuple[int, int, array.array[int]]]":
-    """For `sendmsg`: copies of descriptors, with the first byte of a message."""
+    """Control data for `sendmsg`: copies of descriptors, with a message's first byte."""
     if not descriptors:
         return []
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -74,9 +76,8 @@ def rights(descriptors: Sequence[int]) -> "list[tuple[int, int, array.array[int]
 def receive(
     connection: socket.socket, view: "memoryview | bytearray", found: list[int], most: int
 ) -> int:
-    """Receive into `view`, as `recv_into` does, and add the descriptors that came with the bytes to
-    `found`, which the caller closes also after an error. No process that is forked meanwhile has
-    them.
+    """Receive into `view` like `recv_into`, and add received descriptors to `found`, which the
+    caller closes even after an error. Processes forked meanwhile do not inherit them.
 
     Raises:
         OSError: there are more than `most` in `found`, or a message is longer than `view`.
@@ -100,7 +101,7 @@ def close_all(descriptors: list[int]) -> None:
 
 @contextmanager
 def opened(directory: Path) -> Iterator[int]:
-    """A descriptor of the directory, which is no link. Raises OSError."""
+    """A descriptor of the directory, which must not be a link. Raises OSError."""
     inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield inside
@@ -109,5 +110,5 @@ def opened(directory: Path) -> Iterator[int]:
 
 
 def _path(directory_fd: int, name: str) -> str:
-    """Short enough for the kernel, however long the path of the directory is."""
+    """A path short enough for the kernel, however long the directory's is."""
     return str(Path("/proc/self/fd") / str(directory_fd) / name)

@@ -1,5 +1,5 @@
-"""Memory that processes share: files that are reserved before they are written, mapped by each
-process that has a descriptor, and locked as long as one uses them.
+"""Memory shared between processes: files that are allocated before writing, mapped by each process
+with a descriptor, and locked while in use.
 """
 
 import asyncio
@@ -15,22 +15,19 @@ from contextlib import suppress
 from kvrs.errors import KvrsError
 from kvrs.process.memory import free_bytes, free_in_groups
 
-_SMALL_BYTES = 1 << 20  # So many are gone through faster than a thread is switched to.
+_SMALL_BYTES = 1 << 20  # Bytes that are processed faster than a switch of threads.
 _LOCK_POLL_S = 0.002
 
 
 class Region:
-    """An open file of memory, all of which is mapped. Its descriptor is closed by `close` or with
-    the object; its bytes exist as long as a process has them mapped or open, or as they have a
-    name.
+    """An open, fully mapped file of memory. Its descriptor is closed by `close` or with the object;
+    its bytes exist while a process has them mapped or open, or while they have a name.
     """
 
     def __init__(self, descriptor: int, memory: mmap.mmap | None = None) -> None:
-        """Takes the descriptor over, which may be written. `memory`: the file as it is mapped
-        already.
-        """
+        """Take over a writable descriptor. `memory`: the existing mapping of the file."""
         self.descriptor = descriptor
-        # To call it twice is harmless.
+        # Calling it twice is harmless.
         self.close = weakref.finalize(self, os.close, descriptor)
         self.close.atexit = False
         self.memory = mmap.mmap(descriptor, 0) if memory is None else memory
@@ -38,13 +35,13 @@ class Region:
 
     @classmethod
     def anonymous(cls, name: str, size_bytes: int) -> "Region":
-        """New memory that ends with its last process.
+        """Make memory that ends with its last process.
 
         Raises:
-            KvrsError: there is not so much memory.
+            KvrsError: not enough memory.
         """
         refused = f"no room for {size_bytes} bytes of shared memory ({name})"
-        # Without this look the kernel would end processes, this or others, to find it.
+        # Without this check the kernel would kill processes, this one or others, to find memory.
         if size_bytes > (free := free_bytes()):
             raise KvrsError(f"{refused}: {free} are free")
         descriptor = os.memfd_create(name)
@@ -56,15 +53,15 @@ class Region:
         return cls(descriptor)
 
     def open(self) -> int:
-        """A descriptor for reading, on a description of its own: without this one's lock."""
+        """A read-only descriptor with a file description of its own, without this one's lock."""
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def shared(self) -> "Region":
-        """The same memory for one more owner."""
+        """The same memory for another owner."""
         return Region(os.dup(self.descriptor), self.memory)
 
     def drop(self, first: int = 0, stop: int | None = None) -> None:
-        """Give back the whole pages of a range, also where other processes have it mapped."""
+        """Release the whole pages of a range, even if other processes have it mapped."""
         first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = self.size_bytes if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
         if first < stop:
@@ -72,14 +69,14 @@ class Region:
 
 
 def reserve(descriptor: int, first: int, size_bytes: int) -> None:
-    """Let a range of a file, which may end behind the file's end, have memory.
+    """Allocate memory for a range of a file, which may extend the file.
 
     Raises:
-        OSError: there is no more. A write into a mapped page without memory would end the process.
+        OSError: no more memory. A write into an unallocated mapped page would kill the process.
     """
     found = os.fstat(descriptor)
     missing = max(0, max(found.st_size, first + size_bytes) - found.st_blocks * 512)
-    # Beyond the limit of a control group the kernel would end this process.
+    # Beyond a control group's limit the kernel would kill this process.
     if min(size_bytes, missing) > free_in_groups():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     os.posix_fallocate(descriptor, first, size_bytes)
@@ -88,8 +85,8 @@ def reserve(descriptor: int, first: int, size_bytes: int) -> None:
 def map_file(
     descriptor: int, size_bytes: int = 0, *, writable: bool = True, populated: bool = False
 ) -> mmap.mmap:
-    """Map a file, or its first bytes, and close the descriptor. The map keeps the file open, and
-    its lock held. `populated`: no page of it is missing at its first use.
+    """Map a file, or its first bytes, and close the descriptor. The mapping keeps the file open,
+    and its lock held. `populated`: all its pages are present at their first use.
     """
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populated else 0)
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -100,8 +97,8 @@ def map_file(
 
 
 def lock(descriptor: int, wait_s: float = 0.0) -> bool:
-    """Lock a file for its description, which every process has that gets the descriptor; the kernel
-    unlocks it after all of them can write no more. False: others have it locked for that long.
+    """Lock a file's description, which every process with the descriptor shares; the kernel unlocks
+    it when none of them can write any more. False: others hold the lock for that long.
     """
     give_up_s = time.monotonic() + wait_s
     while True:
@@ -118,8 +115,8 @@ async def in_threads(
     parts: Sequence[Callable[[], object]],
     stop: Callable[[], object] = lambda: None,
 ) -> None:
-    """Carry out work on so many bytes, in threads where they are many. A call that is cancelled,
-    however often, calls `stop` and returns when all parts have ended.
+    """Run work on `size_bytes`, in threads if it is large. A cancelled call calls `stop`, and
+    returns once all parts have ended.
     """
     if size_bytes <= _SMALL_BYTES:
         for part in parts:

@@ -1,5 +1,5 @@
-"""Facts in shared memory under a seal: a process may be killed at any moment, and what it was
-writing then is not read as a fact.
+"""Sealed facts in shared memory: a process may be killed at any moment, and a half-written fact is
+not read as one.
 """
 
 import struct
@@ -11,25 +11,23 @@ _LENGTH = struct.Struct("<H")
 _SEAL = struct.Struct("<Q")
 _KIND_BYTES = 16
 
-FACTS_AT = _LENGTH.size  # In a block.
-MORE_BYTES = _LENGTH.size + _SEAL.size  # What a block takes besides its facts.
+FACTS_AT = _LENGTH.size  # Offset of the facts in a block.
+MORE_BYTES = _LENGTH.size + _SEAL.size  # Bytes of a block beside its facts.
 
 
 def kind_of(*facts: object) -> str:
-    """One key for all that must be equal: memory of another kind is not adopted."""
+    """One key for all facts that must be equal: memory of another kind is not adopted."""
     return blake2b(repr(facts).encode(), digest_size=_KIND_BYTES).hexdigest()
 
 
 def sealed(facts: bytes, number: int = 0) -> bytes:
-    """The seal covers the number of the block, so that a copy in another one's place has a wrong
-    seal.
-    """
+    """Seal facts. The seal covers the block's number: a copy in another block is invalid."""
     block = _LENGTH.pack(len(facts)) + facts
     return block + _SEAL.pack(xxh3_64_intdigest(block, seed=number + 1))
 
 
 def unsealed(block: "bytes | memoryview", number: int = 0) -> bytes | None:
-    """None: there are no facts that are whole."""
+    """Facts of a block; None: no complete facts."""
     (length,) = _LENGTH.unpack_from(block) if len(block) >= MORE_BYTES else (len(block),)
     facts = bytes(block[FACTS_AT : FACTS_AT + length])
     is_whole = block[: MORE_BYTES + length] == sealed(facts, number)
@@ -37,7 +35,7 @@ def unsealed(block: "bytes | memoryview", number: int = 0) -> bytes | None:
 
 
 class SealedBlocks:
-    """Blocks of one size, one behind the other. One that was cleared has no facts."""
+    """Consecutive blocks of one size. A cleared block has no facts."""
 
     def __init__(self, memory: memoryview, first: int, block_bytes: int) -> None:
         """`first`: offset of the first block."""

@@ -1,5 +1,4 @@
-"""The book of a host's checkpoint store: where each page lies, and for which streams room is
-reserved.
+"""Book of a host's checkpoint store: the slot of each page, and the streams with reserved room.
 
 Pure: `now_s` is an argument and slots are numbers; `slab.py` has the memory behind them.
 """
@@ -14,16 +13,12 @@ from kvrs.protocol.tags import Tag
 from kvrs.release_order import ReleaseOrder, shared
 
 # A slot is in exactly one state. Its users are reservations, and connections that write or read it.
-#
-#   state      tag    users   can be taken for another page
-#   free       none     0     first
-#   incoming   none   >= 1    no: a connection writes it
-#   used       yes    >= 1    no: it is reserved or read
-#   cached     yes      0     second, least recently used first
-#
-# At most as many slots are reserved as there are, and each page of a reservation uses one of them.
-# So a page of a reservation finds a slot, unless connections read or write as many pages that no
-# reservation has. Then the page is not taken, and its writer sends it again a little later.
+# state tag users can be taken for another page free none 0 first incoming none >= 1 no: a
+# connection writes it used yes >= 1 no: it is reserved or read cached yes 0 second, least recently
+# used first At most as many slots are reserved as there are, and each page of a reservation uses
+# one of them. So a page of a reservation finds a slot, unless connections read or write as many
+# pages that no reservation has. Then the page is not taken, and its writer sends it again a little
+# later.
 
 _Order = tuple[int, int]  # (owner epoch, attempt)
 _NO_CLAIM: _Order = (-1, -1)
@@ -32,21 +27,19 @@ _ANY_CLAIM: _Order = (1 << 64, 0)
 
 @dataclass(slots=True, eq=False)
 class _Reservation:
-    claim: _Order  # The writer's.
-    need: int = 0  # Slots.
+    claim: _Order  # Claim of the writer.
+    need: int = 0  # Number of reserved slots.
     until_s: float = 0.0
-    # Tags of the stream's pages from page 0 on, as far as the writer has named and reserved them.
+    # Tags of the stream's pages from page 0, as far as the writer has named and reserved them.
     tags: list[Tag] = field(default_factory=list)
     # Slots of those pages, some of which are incoming; None: not here.
     slots: list[int | None] = field(default_factory=list)
-    leading: int = 0  # Pages that are here whole, up to the first gap.
+    leading: int = 0  # Number of complete leading pages.
 
 
 @dataclass(slots=True, eq=False)
 class IncomingRange:
-    """Pages of a stream that are arriving. The page of `tags[i]` goes into `slots[i]`; None: it is
-    dropped.
-    """
+    """Arriving pages of a stream. The page of `tags[i]` goes to `slots[i]`; None: dropped."""
 
     stream: StreamId
     first_page: int
@@ -57,11 +50,11 @@ class IncomingRange:
 
 
 class _Slots:
-    """The contents and the users of every slot. Every operation costs O(1)."""
+    """Contents and users of every slot. Every operation costs O(1)."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # Of slots that were ever used; low numbers first, so that memory grows as needed.
+        # Tags of all slots ever used; low numbers first, so that memory grows as needed.
         self.tags: list[Tag | None] = []
         self.users = array("I")
         self.by_tag: dict[Tag, int] = {}
@@ -82,14 +75,14 @@ class _Slots:
         self._free.extend(slot for slot in reversed(range(count)) if self.tags[slot] is None)
 
     def register(self, slot: int, tag: Tag) -> bool:
-        """The slot holds that page whole. Returns False where an equal page came first."""
+        """Register a complete page in a slot. Returns False if an equal page came first."""
         own = self.by_tag.setdefault(tag, slot) == slot
         if own:
             self.tags[slot] = tag
         return own
 
     def find(self, tag: Tag) -> int | None:
-        """The slot with that page, which has one user more."""
+        """Find the slot with a page, and add a user."""
         slot = self.by_tag.get(tag)
         if slot is not None:
             if not self.users[slot]:
@@ -98,7 +91,7 @@ class _Slots:
         return slot
 
     def take(self) -> int | None:
-        """A slot to be written, with one user; None: all are used."""
+        """Take a slot for writing, with one user; None: all are used."""
         if self._free:
             slot = shared(self._free.pop())
         elif len(self.tags) < self.capacity:
@@ -116,7 +109,7 @@ class _Slots:
         return slot
 
     def drop(self, slot: int) -> None:
-        """The slot has one user less."""
+        """Remove a user of a slot."""
         assert self.users[slot] > 0, f"slot {slot} is unpinned once too often"
         self.users[slot] -= 1
         if not self.users[slot]:
@@ -152,19 +145,19 @@ class CheckpointBook:
         self.capacity_slots = capacity_slots
         self.reserved_slots = 0
         self._reservations: dict[StreamId, _Reservation] = {}
-        # The last claims of streams that were released, until a time: late offers of theirs would
-        # reserve room for nothing.
+        # Last claims of released streams, kept for a time, because late offers would reserve room
+        # for nothing.
         self._ended: dict[StreamId, tuple[_Order, float]] = {}
         self._slots = _Slots(capacity_slots)
 
     @property
     def held_slots(self) -> int:
-        """Whole pages, reserved and not."""
+        """Number of complete pages, reserved and unreserved."""
         return len(self._slots.by_tag)
 
     @property
     def used_slots(self) -> int:
-        """Slots that were ever used are those below this number."""
+        """All slots ever used are below this number."""
         return len(self._slots.tags)
 
     @property
@@ -185,11 +178,10 @@ class CheckpointBook:
     def offer(
         self, claim: CheckpointClaim, need: int, tags: Sequence[Tag], until_s: float
     ) -> HeldPages:
-        """Reserve room for `need` pages, which begin with those of `tags`; pages that are here
-        already are kept.
+        """Reserve room for `need` pages, which begin with those of `tags`; present pages are kept.
 
-        A later claim of the same stream takes the reservation over; one that needs less than
-        before keeps what was reserved.
+        A later claim of the same stream takes over the reservation; one that needs less keeps the
+        reserved room.
         """
         reservation = self._reservations.get(claim.stream)
         if self._is_fenced(claim, reservation):
@@ -204,7 +196,7 @@ class CheckpointBook:
         if not full:
             self.reserved_slots += more
             reservation.need += more
-        # The stream's new writer fences the old one even if there is no more room for it.
+        # The stream's new writer fences the old one even without room.
         self._name(reservation, claim, 0, tags)
         for index, tag in enumerate(reservation.tags):
             if reservation.slots[index] is None:
@@ -213,7 +205,7 @@ class CheckpointBook:
         return HeldPages(StoreCode.FULL if full else StoreCode.OK, reservation.leading)
 
     def renew(self, streams: Iterable[StreamId], until_s: float) -> list[StreamId]:
-        """Let those reservations last at least until then. Returns the streams that have none."""
+        """Extend reservations to at least `until_s`; return the streams without one."""
         unknown = []
         for stream in streams:
             if (reservation := self._reservations.get(stream)) is None:
@@ -223,8 +215,8 @@ class CheckpointBook:
         return unknown
 
     def release(self, streams: Iterable[StreamId], until_s: float) -> None:
-        """End those reservations; offers of their writers that come late are fenced until then.
-        Pages stay as long as there is room.
+        """End reservations; late offers of their writers are fenced until `until_s`. Pages stay
+        while there is room.
         """
         for stream in streams:
             if (reservation := self._reservations.get(stream)) is not None:
@@ -235,7 +227,7 @@ class CheckpointBook:
             self._end(stream)
 
     def expire(self, now_s: float) -> list[StreamId]:
-        """End every reservation that has expired; returns their streams."""
+        """End every expired reservation; return their streams."""
         for stream in [stream for stream, (_, until_s) in self._ended.items() if until_s <= now_s]:
             del self._ended[stream]
         ended = [stream for stream, each in self._reservations.items() if each.until_s <= now_s]
@@ -243,16 +235,16 @@ class CheckpointBook:
             self._end(stream)
         return ended
 
-    # Pages that arrive.
+    # Arriving pages.
 
     def begin(
         self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]
     ) -> IncomingRange:
-        """Find slots for arriving pages: for each that is reserved, not here and not arriving
-        already.
+        """Find slots for arriving pages that are reserved, and neither present nor already
+        arriving.
 
-        A stream without a reservation is answered as if nothing of it were held: its writer has to
-        make an offer first.
+        A stream without a reservation gets the answer for no pages: its writer must make an offer
+        first.
         """
         reservation = self._reservations.get(claim.stream)
         incoming = IncomingRange(
@@ -265,8 +257,8 @@ class CheckpointBook:
         return incoming
 
     def commit(self, incoming: IncomingRange, position: int) -> int | None:
-        """The page is whole and right. Returns the slot that is found under its tag from now on, if
-        it is the page's own; None: an equal page came first.
+        """Commit a complete, correct page. Returns the slot found under its tag from now on, if it
+        is the page's own; None: an equal page came first.
         """
         slot, tag = incoming.slots[position], incoming.tags[position]
         assert slot is not None, "the page has no slot to be written into"
@@ -275,19 +267,19 @@ class CheckpointBook:
         return slot if own else None
 
     def refuse(self, incoming: IncomingRange) -> None:
-        """There is no memory for pages of the range that have not come yet."""
+        """Refuse the range's outstanding pages, for lack of memory."""
         incoming.code = StoreCode.FULL
         self._give_up(incoming)
 
     def end(self, incoming: IncomingRange) -> HeldPages:
-        """End the range; slots of pages that were not committed are free again."""
+        """End the range; slots of uncommitted pages are free again."""
         self._give_up(incoming)
         return HeldPages(incoming.code, self.held(incoming.stream))
 
-    # Pages that are read.
+    # Read pages.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
-        """The slots of the longest held prefix of `tags`, of which the caller is a user."""
+        """Pin and return the slots of the longest held prefix of `tags`."""
         found: list[int] = []
         for tag in tags:
             if (slot := self._slots.find(tag)) is None:
@@ -296,15 +288,15 @@ class CheckpointBook:
         return found
 
     def unpin(self, numbers: Sequence[int]) -> None:
-        """The caller does not use them any more. The last page goes first, so that under pressure a
-        history loses its tail first.
+        """Unpin slots. The last page goes first, so that under pressure a history loses its tail
+        first.
         """
         for number in reversed(numbers):
             self._slots.drop(number)
 
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
-        """Take over pages that an earlier process left in those slots, least recently used first.
-        Only for a new book.
+        """Adopt pages that an earlier process left in these slots, least recently used first. Only
+        for a new book.
         """
         self._slots.adopt(pages)
 
@@ -319,9 +311,9 @@ class CheckpointBook:
     def _name(
         self, reservation: _Reservation, claim: CheckpointClaim, first: int, tags: Sequence[Tag]
     ) -> None:
-        """The writer's pages from index `first` on have these tags. Pages from where a writer goes
-        another way are forgotten; so are those behind the ones that a new writer names, which it
-        has yet to compute.
+        """Set the tags of the writer's pages from index `first` on. Pages from where a writer
+        differs are forgotten, and so are pages behind those that a new writer names, which it has
+        yet to compute.
         """
         named = tags[: max(0, reservation.need - first)]
         known = reservation.tags[first : first + len(named)]
@@ -344,9 +336,9 @@ class CheckpointBook:
         """Find a slot for every page of the range that needs one."""
         first = incoming.first_page
         if reservation.claim != _order(claim):
-            self._name(reservation, claim, 0, ())  # It has to make an offer first.
+            self._name(reservation, claim, 0, ())  # The writer must make an offer first.
         if first > len(reservation.tags):
-            return  # There would be a gap between them.
+            return  # The pages would leave a gap.
         self._name(reservation, claim, first, incoming.tags)
         if first + len(incoming.tags) > reservation.need:
             incoming.code = StoreCode.FULL
@@ -363,13 +355,13 @@ class CheckpointBook:
         self._advance(reservation)
 
     def _written(self, incoming: IncomingRange, position: int) -> None:
-        """The slot is not written any more."""
+        """Note that a slot is no longer written."""
         slot, reservation = incoming.slots[position], incoming.reservation
         assert slot is not None
         assert reservation is not None
         incoming.slots[position] = None
         index = incoming.first_page + position
-        # Not so where the reservation has ended, or goes another way by now.
+        # False if the reservation has ended, or its pages differ by now.
         if index < len(reservation.slots) and reservation.slots[index] == slot:
             if self._slots.tags[slot] is None:
                 reservation.slots[index] = self._slots.find(reservation.tags[index])

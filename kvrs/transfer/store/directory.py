@@ -1,4 +1,4 @@
-"""The directory of one node's store, which survives a restart of the agent."""
+"""Directory of one node's store, which survives a restart of the agent."""
 
 import fcntl
 import os
@@ -19,8 +19,8 @@ _NAME_BYTES = 8
 
 
 def store_directory(base: str, secret: bytes, node: NodeId) -> Path:
-    """Path of the node's store. The name differs between clusters of one host, and reveals nothing
-    of their secrets.
+    """Path of a node's store. The name differs between clusters on one host, and reveals nothing of
+    their secrets.
     """
     return Path(base) / f"kvrs-{_name(secret, node)}"
 
@@ -35,10 +35,10 @@ def _name(secret: bytes, node: NodeId) -> str:
 
 
 class PrivateDirectory:
-    """A directory of this user that is closed to others, and the files in it."""
+    """A directory that only this user may use, and its files."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError: there is none, or it is not ours alone."""
+        """Open the directory. Raises OSError: missing, or not this user's alone."""
         self.path = path
         self.fd = self._open()
 
@@ -64,10 +64,10 @@ class PrivateDirectory:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
 
     def open_own(self, name: str, flags: int) -> int:
-        """Open a file as `open` does, and check that it is ours alone.
+        """Open a file like `open`, and check that it is this user's alone.
 
         Raises:
-            OSError: there is none, or it is not.
+            OSError: missing, or not this user's alone.
         """
         fd = self.open(name, flags)
         if reason := not_ours(os.fstat(fd)):
@@ -85,12 +85,12 @@ class PrivateDirectory:
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def free_bytes(self) -> int:
-        """Bytes that its file system has left, within the control groups of this process."""
+        """Free bytes of the file system, within this process's control groups."""
         space = os.fstatvfs(self.fd)
         return min(space.f_bavail * space.f_frsize, free_in_groups())
 
     def used_bytes(self) -> int:
-        """Bytes that the pages of its store take up."""
+        """Bytes used by the pages of the store."""
         return sum(
             os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
             for name in self.names()
@@ -99,8 +99,8 @@ class PrivateDirectory:
 
 
 class StoreDirectory(PrivateDirectory):
-    """That of an agent, which makes it. It is locked as long as it is open, and removed at the end
-    if it is empty.
+    """The directory of an agent, which makes it. It is locked while open, and removed at the end if
+    empty.
     """
 
     def __exit__(
@@ -109,18 +109,18 @@ class StoreDirectory(PrivateDirectory):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # No other agent can have created it anew: it would have to lock this one first.
+        # No other agent can have recreated it, which requires this lock first.
         if _is_at(self.fd, self.path):
-            with suppress(OSError):  # There is something in it.
+            with suppress(OSError):  # The directory is not empty.
                 os.rmdir(self.path)
         super().__exit__(kind, error, trace)
 
     def _open(self) -> int:
-        """Open or create it.
+        """Open or create the directory.
 
         Raises:
-            ConfigError: it cannot be made or opened, belongs to another user, is open to others,
-                or is in use.
+            ConfigError: it cannot be made or opened, belongs to another user, is open to others, or
+                is in use.
         """
         try:
             while True:
@@ -134,7 +134,7 @@ class StoreDirectory(PrivateDirectory):
                 except BaseException:
                     os.close(fd)
                     raise
-                os.close(fd)  # Its last user removed it just before it was locked.
+                os.close(fd)  # The last user removed the directory just before it was locked.
         except PermissionError as error:
             raise ConfigError(
                 f"backup.directory: {self.path}: {error.strerror or error}; allowed: a "
@@ -152,15 +152,15 @@ class StoreDirectory(PrivateDirectory):
             ) from None
 
     def clear(self) -> None:
-        """Unlink everything that a store makes here. An empty directory goes when it is closed."""
+        """Unlink all files of a store. An empty directory is removed when it is closed."""
         for name in self.names():
             if name.startswith(SLAB):
                 self.unlink(name)
 
 
 def not_ours(status: os.stat_result, others: int = 0o077) -> str | None:
-    """Why a file or directory is not this user's, closed to others; None: it is. `others`: bits
-    that its mode must not have.
+    """Reason why a file or directory is not private to this user; None: it is. `others`: bits that
+    its mode must not have.
     """
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}"
