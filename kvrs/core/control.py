@@ -132,9 +132,7 @@ class Control(Generic[S]):
             slot_share(config),
             shell.count_slot,
         )
-        self.progress = InstanceProgress(
-            self.instances, config.proxy.token_gap_s, self.policy.has_others
-        )
+        self.progress = InstanceProgress(self.instances, config.proxy.token_gap_s, self.policy)
         self.fences = FenceTable()
         self.drains = Drains(self.instances, self.produced_on, self.tell)
         self._links = LinkBounds()

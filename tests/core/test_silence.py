@@ -1,5 +1,6 @@
 """Silence: when it counts, and what excuses it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -17,6 +18,7 @@ from kvrs.core.fleet.silence import (
 )
 from kvrs.core.model.live_stream import LiveStream, mean_interval_s
 from kvrs.core.model.member import Member
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 from kvrs_lab.sim.streams import Arrival, SimJournal
@@ -110,20 +112,30 @@ class Paced(SimJournal):
         return 0.01
 
 
+class NoPolicy(RecoveryPolicy):
+    """A policy that is told whether others could take streams."""
+
+    def __init__(self) -> None:
+        self.can_leave = True
+
+    def has_others(self, instance: InstanceId, is_heard: Callable[[InstanceId], bool]) -> bool:
+        return self.can_leave
+
+
 def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
     """Until one can: from then on it has the usual time. What wakes first of several that were
     paused together does not end the others.
     """
-    has_others = [True]
+    policy = NoPolicy()
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
-    progress = InstanceProgress(Instances(config), 10.0, lambda instance, is_heard: has_others[0])
+    progress = InstanceProgress(Instances(config), 10.0, policy)
     arrival = Arrival(0.0, (1, 2), 9, is_text=False, is_keyed=False)
     live = LiveStream(StreamId("s"), journal=Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]))
 
     gaps_s = [progress.token_gap_s(live, D0, 1.0, 1.5)]
-    has_others[0] = False
+    policy.can_leave = False
     gaps_s.append(progress.token_gap_s(live, D0, 1.0, 4.0))
-    has_others[0] = True
+    policy.can_leave = True
     gaps_s += [progress.token_gap_s(live, D0, 1.0, now_s) for now_s in (6.0, 7.0)]
     gaps_s.append(progress.token_gap_s(live, D0, 6.5, 8.0))
 
@@ -200,4 +212,4 @@ def progress_at_d0() -> tuple[InstanceProgress, Member]:
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
     instances = Instances(config)
     instances.known[D0].prefill = TABLE
-    return InstanceProgress(instances, 10.0, lambda *_: True), instances.known[D0]
+    return InstanceProgress(instances, 10.0, NoPolicy()), instances.known[D0]

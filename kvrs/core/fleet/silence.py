@@ -14,6 +14,7 @@ from math import inf
 from kvrs.core.fleet.known import Instances
 from kvrs.core.model.live_stream import LiveStream
 from kvrs.core.model.member import Member
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId
 
 # Shortest silence that counts, even for a fast source: machines pause.
@@ -97,18 +98,10 @@ class Delivered:
 class InstanceProgress:
     """Times of the instances' last progress, and the resulting limits on attempts' silence."""
 
-    def __init__(
-        self,
-        instances: Instances,
-        token_gap_s: float,
-        has_others: Callable[[InstanceId, Callable[[InstanceId], bool]], bool],
-    ) -> None:
-        """`has_others(instance, is_good)`: some instance for which `is_good` holds could take the
-        streams of `instance` now.
-        """
+    def __init__(self, instances: Instances, token_gap_s: float, policy: RecoveryPolicy) -> None:
         self._instances = instances
         self.longest_gap_s = token_gap_s
-        self._has_others = has_others
+        self._policy = policy
         # Time since which each instance is no longer alone; infinite: it is alone.
         self._others_since_s: dict[InstanceId, float] = {}
         # One record per instance, to which the code that runs per token holds a reference.
@@ -124,7 +117,9 @@ class InstanceProgress:
         calls; infinite: none can now. Instances that were paused together wake one by one, so
         earlier silence does not count.
         """
-        if not self._has_others(instance, lambda other: self._instances.is_reporting(other, now_s)):
+        if not self._policy.has_others(
+            instance, lambda other: self._instances.is_reporting(other, now_s)
+        ):
             self._others_since_s[instance] = inf
             return inf
         since_s = self._others_since_s.get(instance, -inf)
