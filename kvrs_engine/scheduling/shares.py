@@ -22,7 +22,7 @@ from kvrs.profiles.tables import PrefillTable
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import Units
 
-# Where costs of prefill are taken from a table: of so many tokens, behind as many as there may be.
+# Number of tokens of the two points of a prefill table from which costs are derived.
 _TOKENS = 64
 _PS = 1e12
 
@@ -96,11 +96,11 @@ def _pace(counts: Sequence[int], ranks: "Sequence[_Line]", cost: PrefillCost) ->
 
 
 def prefill_cost(layout: Layout, units: Units, prefill: PrefillTable) -> PrefillCost | None:
-    """Cost of a token of a prompt on all ranks of a layout, and on the one that has its spread
-    heads, by a table that was measured with the attention divided evenly; None: no head is spread.
+    """Derive the cost of a prompt token on all ranks, and on the rank with its spread heads, from a
+    table that was measured with evenly divided attention; None: no head is spread.
 
-    A share of the time that does not rise with the position is taken to be attention's, as large as
-    that of its weights; what rises with it is.
+    The part of the time that rises with the position counts as attention; of the rest, attention
+    gets its share of the weights.
     """
     if not layout.turns:
         return None
@@ -111,7 +111,7 @@ def prefill_cost(layout: Layout, units: Units, prefill: PrefillTable) -> Prefill
     first_s, behind_s = (prefill.extra(before, _TOKENS) for before in (0, _TOKENS))
     token_s = (first_s - prefill.step_overhead_s) / _TOKENS
     rising_s = max(0.0, behind_s - first_s) / _TOKENS / _TOKENS
-    on_one = ranks * spread / heads  # Of the attention, in place of an even share.
+    on_one = ranks * spread / heads  # Attention on the token's rank, relative to an even share.
     return PrefillCost(
         step_ps=round(prefill.step_overhead_s * _PS),
         dense_ps=max(0, round(token_s * (1 - share * spread / heads) * _PS)),

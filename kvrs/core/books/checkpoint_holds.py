@@ -125,7 +125,7 @@ class CheckpointHolds:
                 copy.pages, copy.lost = 0, copy.lost or _DOWN
         self._tell(ev.HolderLost(known.id, known.info.epoch, cause), now_s)
 
-    # For the state and metrics.
+    # Methods for the displayed state and for metrics.
 
     def protected(self, live: LiveStream) -> dict[InstanceId, int]:
         """Return the number of leading full pages that each agent or peer keeps of the stream."""

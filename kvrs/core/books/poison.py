@@ -68,7 +68,7 @@ class PoisonCounter:
         )
 
     def broke(self, stream: Stream, member: Member, now_s: float) -> None:
-        """Note a connection that broke before it brought anything: the instance may have died."""
+        """Note a connection that broke before any data: the instance may have died."""
         stream.recovery.note_broken(_death_of(member, now_s))
         self.counted[stream.id] = stream
 
@@ -87,7 +87,7 @@ class PoisonCounter:
         self._excuse(lambda each: each.node == node and now_s - each.lost_s < LOST_TOGETHER_S)
 
     def had_not_ended(self, instance: InstanceId) -> None:
-        """Take back the loss of a process that is up again."""
+        """Uncount the loss of an instance whose process had not ended."""
         self._excuse(lambda death: death.instance == instance)
 
     def _excuse(self, is_external: Callable[[Death], bool]) -> None:
@@ -95,8 +95,8 @@ class PoisonCounter:
             stream.recovery.forget_deaths(is_external)
 
     def separate(self, stream: Stream, allowed: int, until_s: float, now_s: float) -> None:
-        """Let a stream avoid instances with waiting streams if their deaths and its own add up to
-        the limit. From `until_s` on it waits beside them, instead of being given up.
+        """Let a stream avoid the instances of other waiting streams whose deaths and its own add up
+        to the limit. From `until_s` on the stream may use these instances, rather than be given up.
         """
         deaths = _possible_deaths(stream, now_s)
         others = self.counted.values() if deaths and not is_past(until_s, now_s) else ()
@@ -109,7 +109,9 @@ class PoisonCounter:
 
 
 def _places(stream: Stream, now_s: float) -> list[InstanceId]:
-    """Instances where a stream waits or has waited for its first token, and which may have died."""
+    """Return the instances at which a stream waits for its first token, and those of its broken
+    connections, which may have died.
+    """
     attempt = stream.attempt
     members = [each for each in (attempt.runs_on, attempt.decodes_on) if each is not None]
     return [each.id for each in members] + [each.instance for each in _unknown(stream, now_s)]
@@ -120,7 +122,7 @@ def _possible_deaths(stream: Stream, now_s: float) -> int:
 
 
 def _unknown(stream: Stream, now_s: float) -> list[Death]:
-    """Possible deaths behind broken connections."""
+    """Return the deaths that the stream's recent broken connections may turn out to be."""
     return [each for each in stream.recovery.broken if now_s - each.lost_s < _KNOWN_S]
 
 
@@ -129,8 +131,8 @@ def is_poison(stream: Stream, allowed: int) -> bool:
 
 
 def news_until_s(stream: Stream, allowed: int, now_s: float) -> float | None:
-    """Time until which a stream waits for news of the instances behind its broken connections,
-    whose deaths would refuse it. None: it does not wait.
+    """Return the time until which a stream waits for news of the instances of its broken
+    connections, if their deaths would refuse it; None: no wait.
     """
     unknown = _unknown(stream, now_s)
     if not unknown or _possible_deaths(stream, now_s) < allowed:

@@ -1,4 +1,4 @@
-"""The record of one agent: what its watch knows of it, and what streams have booked there."""
+"""The record of one agent: its health, its reports, and the bookings of streams there."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,17 +21,17 @@ class Agent:
 
     id: InstanceId
     node: NodeId
-    # From the last `HolderUp`:
+    # `epoch`, `capacity_bytes` and `host_to_device_bytes_per_s` are those of the last `HolderUp`.
     epoch: int = 0
     capacity_bytes: int = 0
     host_to_device_bytes_per_s: float = 0.0
     reported_bytes: int = 0  # Reserved bytes of all proxies.
     reported_checkpoints: int = 0
     booked_bytes: int = 0  # Bytes booked for streams of this proxy when the agent is chosen.
-    booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the decoding node.
+    booked_of: Counter[NodeId] = field(default_factory=Counter)  # Booked bytes by decoding node.
     streams: set[StreamId] = field(default_factory=set)  # Streams with a checkpoint or a booking.
     rows: RowsReport = NO_ROWS
-    # From the agent's watch:
+    # `health`, `reason`, `info`, `report` and `beat_s` are written by the agent's watch.
     health: Health = Health.STARTING
     reason: str | None = None
     info: AgentInfo | None = None

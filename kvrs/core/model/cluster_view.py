@@ -43,7 +43,7 @@ class PrefillOrder:
     """
 
     def __init__(self, by_node: Mapping[NodeId, Sequence[Member]]) -> None:
-        self.members: list[Member] = []  # In the order of the last read.
+        self.members: list[Member] = []  # Sorted as at the last call of `least_first`.
         self._by_node = by_node
         # Nodes whose instances have changed in work, streams or pairs.
         self.changed: dict[NodeId, None] = {}
@@ -110,7 +110,7 @@ class PrefillOrder:
     def least_first(self) -> list[Member]:
         """Return the sorted list; the caller must not change it, nor keep it over a change."""
         for node in self.changed:
-            least: dict[int, int] = {}  # By the id of the pair list, which instances share.
+            least: dict[int, int] = {}  # Fewest streams by `id` of the shared pair list.
             for member in self._by_node.get(node, ()):
                 if not member.is_placed:
                     continue
@@ -147,7 +147,8 @@ class ClusterView:
         self.decoders: list[Member] = []
         self.by_node: dict[NodeId, list[Member]] = {}
         self.prefill_order = PrefillOrder(self.by_node)
-        self.prefillers = self.prefill_order.members  # Not drained; their order may be outdated.
+        # Prefill instances that are not drained; their order may be outdated.
+        self.prefillers = self.prefill_order.members
         self.prefixes = PrefixIndex[Member](room_tokens)
         self.stored = PrefixIndex[Agent](attrgetter("room_tokens"))
         self._leaving: dict[InstanceId, Member] = {}  # Instances that must drain or are drained.

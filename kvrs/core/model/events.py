@@ -33,13 +33,13 @@ class InstanceUp(_Event, frozen=True):
 
     info: InstanceInfo
     prefill: PrefillTable | None = None  # The table of the settings; None: that of `info`.
-    moves_kv: bool = True  # `Member.moves_kv`.
-    tokens: str = ""  # `Member.tokens`.
-    # The same process as before, which goes on: another proxy has fenced its own attempts there.
+    moves_kv: bool = True  # The new `Member.moves_kv`.
+    tokens: str = ""  # The new `Member.tokens`.
+    # The process is the same as before; another proxy has fenced its own attempts there.
     lives_on: bool = False
     had_not_ended: bool = False  # The process ran on while it was considered lost.
-    restores: bool | None = None  # `Member.restores`; None: same as `moves_kv`.
-    weights: str = ""  # `Member.weights`.
+    restores: bool | None = None  # The new `Member.restores`; None: same as `moves_kv`.
+    weights: str = ""  # The new `Member.weights`.
     store: StoreSeen | None = None  # None: the engine has used no store yet.
 
 
@@ -129,10 +129,10 @@ class SelfTested(_Event, frozen=True):
     instance: InstanceId
     epoch: int
     moves_kv: bool
-    tokens: str = ""  # `Member.tokens`.
-    restores: bool | None = None  # As in `InstanceUp`.
-    weights: str = ""  # `Member.weights`.
-    store: StoreSeen | None = None  # As in `InstanceUp`.
+    tokens: str = ""  # The new `Member.tokens`.
+    restores: bool | None = None  # The new `Member.restores`; None: same as `moves_kv`.
+    weights: str = ""  # The new `Member.weights`.
+    store: StoreSeen | None = None  # None: the engine has used no store yet.
 
 
 class NamesListed(_Event, frozen=True):
@@ -190,7 +190,7 @@ class CheckpointsReported(_Event, frozen=True):
 
     holder: InstanceId
     epoch: int
-    reserved_bytes: int  # For the streams of all proxies.
+    reserved_bytes: int  # Bytes reserved for streams of all proxies.
     checkpoints: int
     pages: Mapping[StreamId, int]
     rows: RowsReport = NO_ROWS

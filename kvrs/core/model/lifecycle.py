@@ -34,7 +34,7 @@ class Stage(StrEnum):
     DECODE = "decode"  # The attempt's decode call runs: fetching, computing or producing.
 
 
-# Stream events that the policy itself raises.
+# The following events are raised by the policy itself.
 
 
 class InstanceLeft(msgspec.Struct, frozen=True):

@@ -216,7 +216,7 @@ class Member:
     # Digests of self-tests, as `GREEDY:SEEDED`: instances with equal parts continue each other's
     # output exactly. Empty: not known; `-`: no output is continued exactly.
     tokens: str = ""
-    # Digest of the weights: equal instances differ only in near-ties. Empty: not known.
+    # Name of the group of instances that compute the same but for near-ties. Empty: not known.
     weights: str = ""
     is_minority: bool = False  # Most decode instances have other weights; gets no new request.
     up_s: float = 0.0  # Time of the start; later for a process after repeated quick deaths.
@@ -238,7 +238,7 @@ class Member:
     slower_token_s: float = 0.0  # Additional time per token after a loss of ranks.
     prefill_factor: float = 1.0  # Factor of the prefill table after a loss of ranks.
     answers: AnswerHealth = field(default_factory=AnswerHealth)
-    # Fields of `info` that every decision uses, copied for speed:
+    # The fields from `epoch` to `names` are copied from `info`, because every decision uses them.
     epoch: int = 0
     prefills: bool = False
     decodes: bool = False
@@ -343,7 +343,7 @@ class Member:
         """
         return "" if self.load is None or self.has_tier else self.load.store
 
-    # For the instance's watch.
+    # Methods for the instance's watch.
 
     @property
     def was_up(self) -> bool:
@@ -391,7 +391,7 @@ class Member:
         """Mark the instance as down."""
         self.health, self.reason, self.load = Health.DOWN, cause, None
 
-    # For the policy.
+    # Methods for the policy.
 
     @property
     def is_to_end(self) -> bool:

@@ -86,7 +86,7 @@ class _Cache:
     """The blocks that one holder is presumed to have."""
 
     bit: int
-    order: deque[int] = field(default_factory=deque)  # In order of eviction.
+    order: deque[int] = field(default_factory=deque)  # Block hashes in order of eviction.
     touched: set[int] = field(default_factory=set)  # Blocks with a second chance.
     capacity_tokens: int = 0  # The largest room reported; 0: none was reported.
     trusted: float = _TRUSTED
@@ -140,7 +140,7 @@ class PrefixIndex(Generic[H]):
         self._live = 0  # Bit mask of the holders that are up; other bits do not count.
         self._caches: dict[InstanceId, _Cache] = {}
         self._members: list[H | None] = []  # Holder of each bit number.
-        self._asleep: OrderedDict[InstanceId, _Cache] = OrderedDict()  # Of lost instances.
+        self._asleep: OrderedDict[InstanceId, _Cache] = OrderedDict()  # Caches of lost instances.
         self._gone: list[_Cache] = []  # Caches whose entries `_sweep` deletes step by step.
         self._free: list[int] = []  # Unused bit numbers.
         self._stride = 1  # Every `_stride`-th block is indexed.
