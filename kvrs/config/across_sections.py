@@ -1,5 +1,5 @@
-"""Checks of a configuration that span sections: a fault is one line with path, value and what is
-allowed.
+"""Checks of a configuration that span sections. A fault is one line with path, value and allowed
+values.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from kvrs.protocol.instance import Role
 def faults_across_sections(config: Sections) -> Iterator[str]:
     yield from _faults_of_names(config)
     budget, body = config.proxy.body_budget_bytes, config.proxy.max_body_bytes
-    if budget < 2 * body:  # One request leaves half of it to others.
+    if budget < 2 * body:  # One request leaves half of the budget to others.
         yield (
             f"proxy.body_budget_bytes: got {budget}; allowed: at least twice "
             f"proxy.max_body_bytes ({body})"
@@ -34,7 +34,8 @@ def faults_across_sections(config: Sections) -> Iterator[str]:
         case Backend.SGLANG:
             yield from _faults_of_stock(config.cluster)
             if config.backup.mode not in (BackupMode.OFF, BackupMode.LOCAL):
-                # Second copies are made of what running streams need, which HiCache does not know.
+                # Second copies need the set of rows that running streams need, which HiCache does
+                # not know.
                 yield (
                     f"backup.mode: got {config.backup.mode.value!r}; allowed with backend "
                     f"'sglang': 'off', 'local'"
@@ -96,7 +97,7 @@ def _faults_of_names(config: Sections) -> Iterator[str]:
 
 
 def _faults_of_ranks(config: Sections) -> Iterator[str]:
-    """Only ranks of the embedded engine are ours, and only on processors."""
+    """Yield faults of ranks: kvrs divides only the embedded engine, and only on CPUs."""
     cluster = config.cluster
     for _, instance in cluster.instances():
         several = f"cluster.nodes: instance {instance.id!r} has {instance.ranks} ranks"
@@ -127,7 +128,7 @@ def _faults_of_stage_hosts(config: Sections, instance: InstanceSettings) -> Iter
 
 def _faults_of_roles(config: Sections) -> Iterator[str]:
     roles = config.cluster.roles
-    # A stock engine computes prompts itself.
+    # A stock decode instance computes prompts itself.
     is_decode_only = config.cluster.backend.is_stock and roles == {Role.DECODE}
     for role in (Role.DECODE,) if is_decode_only else (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
@@ -141,7 +142,9 @@ def _faults_of_roles(config: Sections) -> Iterator[str]:
 
 
 def _faults_of_services(config: Sections) -> Iterator[str]:
-    """Other engines know their ids, and have keys of their own."""
+    """Yield faults of services: only stock engines may be found by name, since others know their
+    ids and have keys of their own.
+    """
     backend, services = config.cluster.backend, config.cluster.services
     if services and backend is not Backend.VLLM:
         yield (
@@ -192,7 +195,7 @@ def _faults_of_state_plane(config: Sections) -> Iterator[str]:
 def _faults_of_distserve(cluster: ClusterSettings) -> Iterator[str]:
     for node in cluster.nodes:
         roles = sorted(instance.role.value for instance in node.instances)
-        # To a proxy that is not to use a server's prefill, its decode instance is shown alone.
+        # A proxy that must not use a server's prefill lists only its decode instance.
         if roles not in ([Role.DECODE, Role.PREFILL], [Role.DECODE]):
             allowed = (
                 "allowed with backend 'distserve': one prefill and one decode, which are one server"
@@ -219,7 +222,7 @@ def _faults_of_rows(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]
 
 
 def _faults_of_stock(cluster: ClusterSettings) -> Iterator[str]:
-    """Yield settings that do not fit servers that others start."""
+    """Yield settings that do not apply to servers started by others."""
     backend = cluster.backend.value
     for _, instance in cluster.instances():
         if instance.role is Role.BOTH:
@@ -239,13 +242,13 @@ def _faults_of_stock(cluster: ClusterSettings) -> Iterator[str]:
             )
 
 
-# An instance's keys, which are equal within a group.
+# Keys of an instance that are equal within a group.
 _EQUAL = ("role", "tp", "pp")
 
 
 def _faults_of_groups(cluster: ClusterSettings, *, re_forms: bool) -> Iterator[str]:
-    """Why instances of this cluster cannot lend each other anything. `re_forms`: an instance goes
-    on without a rank that is lost.
+    """Yield reasons why the cluster's instances cannot lend each other stages. `re_forms`:
+    instances go on without a lost rank.
     """
     groups: dict[str, list[InstanceSettings]] = {}
     for _, instance in cluster.instances():
@@ -294,12 +297,12 @@ def _faults_of_group(group: str, members: Sequence[InstanceSettings]) -> Iterato
 
 
 def _shown(value: object) -> str:
-    """A value as the file has it."""
+    """A value as written in the file."""
     return "null" if value is None else f"{value}"
 
 
 def _faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator[str]:
-    """Why instances of this cluster cannot keep each other's pages."""
+    """Yield reasons why the cluster's instances cannot keep each other's pages."""
     if cluster.backend is not Backend.EMBEDDED:
         yield (
             f"backup.mode: got 'peer' with backend {cluster.backend.value!r}; allowed: another "
@@ -313,7 +316,7 @@ def _faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator
             "decode instance"
         )
     if state_plane:
-        # The file of a pool names the page before each, which a peer does not know.
+        # A pool's file names each page's predecessor, which a peer does not know.
         yield (
             "backup.mode: got 'peer' with state_plane.enabled: true; allowed: another mode, or "
             "false"

@@ -1,4 +1,4 @@
-"""Addresses across sections: ports that collide, and where the members of gossip are reached."""
+"""Addresses across sections: colliding ports, and the addresses of gossip members."""
 
 import ipaddress
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from kvrs.ids import NodeId
 def addresses_of(
     cluster: ClusterSettings, proxy: ProxySettings, *, with_gossip: bool
 ) -> list[tuple[str, int]]:
-    """Host and port of each listener; port 0 is any free one."""
+    """Host and port of each listener; port 0 means any free port."""
     listeners: list[InstanceSettings | AgentSettings] = [
         *(instance for _, instance in cluster.instances()),
         *(node.agent for node in cluster.nodes),
@@ -63,8 +63,8 @@ def faults_of_addresses(addresses: Iterable[tuple[str, int]]) -> Iterator[str]:
 def gossip_members(
     cluster: ClusterSettings, proxy: ProxySettings
 ) -> Iterator[tuple[NodeId, str, int]]:
-    """The members that the file names, with host and gossip port: the agents, each under its
-    node's name, and the proxy, or each of its workers.
+    """Gossip members in the file, with host and port: the agents, each under its node's name, and
+    the proxy, or each of its workers.
     """
     agents = ((node.id, node.agent) for node in cluster.nodes)
     yield from ((node, agent.host, agent.gossip_port) for node, agent in agents)
@@ -73,7 +73,7 @@ def gossip_members(
 
 
 def gossip_seeds(cluster: ClusterSettings, proxy: ProxySettings, me: NodeId) -> dict[NodeId, str]:
-    """Addresses of the other members; a member on port 0 contacts this one instead."""
+    """Addresses of the other members; members on port 0 contact this one instead."""
     return {
         member: f"{host}:{port}"
         for member, host, port in gossip_members(cluster, proxy)
@@ -85,12 +85,12 @@ def faults_of_gossip(cluster: ClusterSettings, proxy: ProxySettings) -> Iterator
     nodes = {node.id for node in cluster.nodes}
     for each in nodes.intersection(proxy.names):
         yield f"proxy.id: {each!r} is the id of a node too; allowed with gossip: a name of its own"
-    heard: dict[bool, str] = {}  # A member on loopback, and one beyond it.
-    versions: dict[int, str] = {}  # A member at an IPv4 address, and one at an IPv6 address.
+    heard: dict[bool, str] = {}  # A member on loopback, and a member beyond it.
+    versions: dict[int, str] = {}  # A member at an IPv4 address, and a member at an IPv6 address.
     for member, host, _ in gossip_members(cluster, proxy):
         described = f"the host of {member!r} is {host!r}"
         if _is_everywhere(host):
-            # The address is published to the other members, and would mean themselves there.
+            # The published address would mean each other member's own machine.
             yield (
                 f"gossip: {described}; allowed: an address or a name at which the other members "
                 f"reach it (proxy.gossip_host; of an agent host, beside bind)"
@@ -124,7 +124,7 @@ def _is_everywhere(host: str) -> bool:
 
 
 def _version(host: str) -> int | None:
-    """4 or 6; None for a name."""
+    """IP version of a host, 4 or 6; None: a name."""
     try:
         return ipaddress.ip_address(host).version
     except ValueError:

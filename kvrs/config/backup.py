@@ -1,5 +1,5 @@
-"""Sections `backup` and `state_plane` of the configuration: checkpoints of KV in host memory, where
-a node's agent listens, and memory that outlives the processes of instances.
+"""Sections `backup` and `state_plane` of the configuration: checkpoints of KV in host memory, the
+agents' addresses, and memory that outlives instances' processes.
 """
 
 from enum import StrEnum
@@ -10,8 +10,8 @@ from pydantic import Field, field_validator
 from kvrs.config.settings import STOCK, Host, Settings, netloc
 from kvrs.protocol.instance import Role
 
-# Share of an instance's pages that replicas of other instances' streams may have, with mode peer.
-# They are given up before anything of its own.
+# Share of an instance's pages for replicas of other instances' streams, with mode peer. Replicas
+# are dropped before the instance's own pages.
 PEER_SHARE = 0.5
 
 
@@ -48,7 +48,7 @@ class AgentSettings(Settings):
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
 
     def bound(self, host: str) -> str:
-        """Where the port listens that others reach at `host`."""
+        """Address that a port listens on, if others reach it at `host`."""
         return self.bind or host
 
     @property
@@ -82,7 +82,7 @@ class BackupSettings(Settings):
 
     @property
     def reserved_bytes(self) -> int:
-        """Room that an agent keeps for checkpoints; 0 where none come."""
+        """Room that an agent reserves for checkpoints; 0 without checkpoints."""
         return self.capacity_bytes if self.at_agents else 0
 
     @property
@@ -91,7 +91,7 @@ class BackupSettings(Settings):
         return self.mode not in (BackupMode.OFF, BackupMode.PEER)
 
     def replica_share(self, role: Role) -> float:
-        """Share of the pages of an instance of that role that replicas may have."""
+        """Share of an instance's pages for replicas, by its role."""
         is_kept = self.mode is BackupMode.PEER and role is not Role.PREFILL
         return PEER_SHARE if is_kept else 0.0
 

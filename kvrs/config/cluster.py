@@ -28,20 +28,20 @@ class Backend(StrEnum):
     """The engine that the instances of a cluster run."""
 
     EMBEDDED = "embedded"  # kvrs_engine/engine; `kvrs lab up` starts it.
-    # With what `distserve_patches` adds. A node's prefill and decode instance are one server.
+    # DistServe with `distserve_patches`. A node's prefill and decode instance are one server.
     DISTSERVE = "distserve"
-    VLLM = "vllm"  # As its project ships it; started by others.
-    SGLANG = "sglang"  # The same.
+    VLLM = "vllm"  # Unmodified vLLM, started by others.
+    SGLANG = "sglang"  # Unmodified SGLang, started by others.
 
     @property
     def is_stock(self) -> bool:
-        """The engine is what its project ships: without the instance protocol, and no process of
-        the cluster, which could prove its identity.
+        """The engine is unmodified: without the instance protocol, and without a process of the
+        cluster that could prove its identity.
         """
         return self in (Backend.VLLM, Backend.SGLANG)
 
 
-MAX_RANKS = 64  # Of one instance.
+MAX_RANKS = 64  # Most ranks of an instance.
 SERVED_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._:/-]*$"
 
 
@@ -62,7 +62,7 @@ class StageHostSettings(Settings):
 
 
 def stage_host_id(instance: str, stage: int) -> InstanceId:
-    """The name of a host's process, by the instance that it is configured for."""
+    """Id of a stage host's process, by its configured instance."""
     return InstanceId(f"{instance}-stage-{stage}")
 
 
@@ -126,26 +126,26 @@ class InstanceSettings(Settings):
 
     @property
     def own_stages(self) -> range:
-        """The stages with their ranks below the instance's own process."""
+        """Stages whose ranks are children of the instance's own process."""
         return range(self.pp - len(self.stage_hosts))
 
     @property
     def remote_stages(self) -> dict[int, StageHostSettings]:
-        """The stages in hosts, by number."""
+        """Stages in hosts, by number."""
         return dict(enumerate(self.stage_hosts, self.own_stages.stop))
 
     def stage_host_id(self, stage: int) -> InstanceId:
-        """The host of a stage as a process, and as the peer of the instance."""
+        """Id of a stage's host, as a process and as a peer of the instance."""
         return stage_host_id(self.id, stage)
 
     def stage_nodes(self, own: NodeId) -> list[NodeId]:
-        """The node of each stage, of an instance of node `own`."""
+        """Node of each stage, for an instance on node `own`."""
         remote = self.remote_stages
         stages = range(self.pp)
         return [remote[stage].node if stage in remote else own for stage in stages]
 
     def bound(self, host: str) -> str:
-        """Where the port listens that others reach at `host`."""
+        """Address that a port listens on, if others reach it at `host`."""
         return self.bind or host
 
     @property
@@ -171,14 +171,14 @@ class NodeSettings(Settings):
 
     @property
     def agent_id(self) -> InstanceId:
-        """The id of the node's agent as a peer of the instances and a holder of checkpoints."""
+        """Id of the node's agent as a peer of instances and a holder of checkpoints."""
         return InstanceId(f"agent-{self.id}")
 
 
 class ServiceSettings(Settings):
     id: str = Field(
         min_length=1, max_length=24, pattern=NAME
-    )  # With an address after it an instance's id.
+    )  # An instance's id is this id and an address.
     """Its name, unique in the cluster: the instance at 10.0.0.7 is `ID-10.0.0.7`."""
     host: Host | None = None
     """A name that DNS answers with the address of each instance."""
@@ -200,7 +200,7 @@ class ServiceSettings(Settings):
         return self
 
     def node(self, address: str) -> NodeSettings:
-        """The node of the instance at a numeric address."""
+        """Node of the instance at a numeric address."""
         name = f"{self.id}-{address.replace(':', '-')}"
         instance = InstanceSettings(
             id=InstanceId(name), role=self.role, host=address, port=self.port
@@ -223,9 +223,8 @@ def demo_nodes(count: int) -> list[NodeSettings]:
 
 
 def pipeline_nodes(count: int, stages: int, tp: int = 1) -> list[NodeSettings]:
-    """`count` instances d0, d1, ... of one group, each of so many stages, and a node for each stage
-    of each: n0, n1, ..., those of d0 first. An instance's own process is on the node of its first
-    stage.
+    """`count` instances d0, d1, ... of one group, with `stages` stages each, and a node n0, n1, ...
+    for each stage, those of d0 first. An instance's own process is on the node of its first stage.
     """
     nodes = [NodeSettings(id=NodeId(f"n{at}")) for at in range(count * stages)]
     for at in range(count):
@@ -275,7 +274,7 @@ class ClusterSettings(Settings):
 
     @property
     def roles(self) -> set[Role]:
-        """Roles of all instances, those that are found by DNS included."""
+        """Roles of all instances, including those found by DNS."""
         found = {instance.role for _, instance in self.instances()}
         return found | {service.role for service in self.services}
 
@@ -283,18 +282,18 @@ class ClusterSettings(Settings):
         return ((node, instance) for node in self.nodes for instance in node.instances)
 
     def row_holder(self, own: NodeId) -> NodeSettings | None:
-        """The node whose agent keeps the second copy of a node's rows: the next one along the ring
-        of ids, of those whose agents have a row_port. None: the node itself has none, or no other.
+        """Node whose agent keeps the second copy of a node's rows: the next one along the ring of
+        ids whose agent has a row_port. None: the node itself has none, or there is no other.
         """
         nodes = {node.id: node for node in self.nodes if node.agent.row_port is not None}
         others = [nodes[each] for each in nodes if own in nodes and each != own]
         return min(others, key=lambda each: along_ring(own, each.id), default=None)
 
     def find(self, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
-        """The instance and its node.
+        """Find an instance and its node.
 
         Raises:
-            ConfigError: there is no such instance.
+            ConfigError: no such instance.
         """
         for node, instance in self.instances():
             if instance.id == instance_id:
@@ -303,8 +302,8 @@ class ClusterSettings(Settings):
         raise ConfigError(f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}")
 
     def donors(self, instance_id: InstanceId) -> list[tuple[NodeSettings, InstanceSettings]]:
-        """The others of an instance's group along the ring of ids, from its own on; none without a
-        group. Raises as `find` does.
+        """Other instances of the group along the ring of ids, after the instance's own; empty
+        without a group. Raises like `find`.
         """
         _, own = self.find(instance_id)
         if own.group is None:

@@ -1,5 +1,5 @@
-"""The configuration of a proxy without a file: the URLs of the servers that it stands before.
-Everything else has its default, or comes from environment variables.
+"""Configuration of a proxy without a file: the URLs of its servers. Everything else is a default,
+or comes from environment variables.
 """
 
 import re
@@ -21,19 +21,19 @@ ALLOWED_URL = "http://HOST:PORT of a server, without TLS and without a path"
 
 
 class CommandLine(msgspec.Struct, frozen=True):
-    """The options of such a proxy."""
+    """Command-line options of a proxy without a file."""
 
     prefill: list[str]
     decode: list[str]
     model: str | None = None  # `cluster.model`.
-    backend: Backend = Backend.VLLM  # A stock engine.
-    proxy: dict[str, int | str | None] = {}  # Settings of that section; None: the default.
+    backend: Backend = Backend.VLLM  # Kind of the servers, a stock engine.
+    proxy: dict[str, int | str | None] = {}  # Settings of section `proxy`; None: the default.
 
     def source(self, environ: Mapping[str, str] | None) -> Source:
-        """The settings before they are checked.
+        """The unchecked settings.
 
         Raises:
-            ConfigError: a URL is none of HTTP, or is given twice; or there is none of role decode.
+            ConfigError: a URL that is not HTTP, or is given twice; or no URL of role decode.
         """
         if faults := [*self._faults()]:
             raise ConfigError(faults)
@@ -64,7 +64,7 @@ class CommandLine(msgspec.Struct, frozen=True):
             yield "--decode: missing; allowed: at least one URL, such as http://127.0.0.1:8200"
 
     def _document(self) -> dict[str, Any]:
-        """Servers of one host are on one node, in the order in which hosts are named."""
+        """The document. Servers of a host are on one node; nodes are in the order of hosts."""
         nodes: dict[str, list[dict[str, Any]]] = {}
         for role, urls in self._roles().items():
             for number, url in enumerate(urls):
@@ -82,7 +82,7 @@ class CommandLine(msgspec.Struct, frozen=True):
 
 
 def place_of(url: str) -> tuple[str, int] | None:
-    """The host and the port of a URL; None: it is none of HTTP."""
+    """Host and port of a URL; None: not HTTP."""
     if (found := _URL.fullmatch(url)) is None:
         return None
     port = _HTTP_PORT if found[2] is None else int(found[2])

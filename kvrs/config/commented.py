@@ -8,19 +8,19 @@ from kvrs.config.settings import dump_yaml
 
 WIDTH = 100
 
-# The keys and the list indices from the top of the document to a value.
+# Keys and list indices from the top of the document to a value.
 KeyPath = tuple[str | int, ...]
 Note = Callable[[KeyPath], str | None]
 
 
 def commented_yaml(document: Mapping[str, Any], note: Note) -> str:
-    """A document as YAML, with what `note` returns for a value as its comment."""
+    """A document as YAML, with the result of `note` as each value's comment."""
     blocks = ("\n".join(_section({key: value}, (), note)) for key, value in document.items())
     return "\n\n".join(blocks) + "\n"
 
 
 def comment(text: str, indent: int = 0) -> list[str]:
-    """A text as lines of comment, each at most `WIDTH` columns wide."""
+    """A text as lines of comment, at most `WIDTH` columns wide."""
     start = " " * indent + "# "
     return textwrap.wrap(
         text,
@@ -33,7 +33,7 @@ def comment(text: str, indent: int = 0) -> list[str]:
 
 
 def shown_path(path: KeyPath) -> str:
-    """The path in the form of messages about configuration files: `cluster.nodes.0.id`."""
+    """The path as in messages about configuration files: `cluster.nodes.0.id`."""
     return ".".join(str(part) for part in path)
 
 
@@ -61,7 +61,7 @@ def _section(
 
 
 def _below(value: Any, path: KeyPath, note: Note, indent: int) -> Iterator[str]:
-    """The lines below a key; none where the value stands beside it."""
+    """Lines below a key; none if the value is beside it."""
     if isinstance(value, dict):
         yield from _section(value, path, note, indent + 2)
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):

@@ -11,7 +11,7 @@ HOME_ENV = "DISTSERVE_HOME"
 
 
 def check_home(config: Config, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError: DistServe is to be started, and there is no checkout of it."""
+    """Check the checkout. Raises ConfigError: DistServe is configured, but not checked out."""
     if config.cluster.backend is not Backend.DISTSERVE:
         return
     if not (home := environ.get(HOME_ENV)):

@@ -11,7 +11,7 @@ from kvrs.config.settings import Settings
 
 
 class BatchSettings(Settings):
-    """The part that the scheduler reads."""
+    """Settings that the scheduler reads."""
 
     page_size_tokens: int = Field(default=16, ge=1, le=1024)
     """Tokens of a KV page; a power of two."""
@@ -43,7 +43,7 @@ class EngineSettings(BatchSettings):
     @field_validator("page_size_tokens")
     @classmethod
     def _fills_vectors(cls, page_size_tokens: int) -> int:
-        # Blocks of keys are made of whole pages and must fill whole SIMD vectors.
+        # Blocks of keys consist of whole pages, and must fill whole SIMD vectors.
         if page_size_tokens & (page_size_tokens - 1):
             raise PydanticCustomError("page_size", "allowed: a power of two from 1 to 1024")
         return page_size_tokens

@@ -1,5 +1,5 @@
-"""Ports beyond loopback, each of which needs what authenticates those that reach it: keys of
-clients, the admin port's token, the cluster's secret.
+"""Checks of ports beyond loopback, each of which must authenticate its clients: by API keys, the
+admin port's token, or the cluster's secret.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +36,8 @@ def check_exposure(config: Config, environ: Mapping[str, str]) -> None:
 
 
 def needs_secret(config: Config) -> bool:
-    """True if another process has to know the secret of a proxy: an agent, another proxy or one of
-    our engines. Else the proxy can draw one for itself.
+    """Return whether another process must know the proxy's secret: an agent, another proxy or a
+    kvrs engine. Otherwise the proxy can make one itself.
     """
     proxy, cluster = config.proxy, config.cluster
     has_peers = bool(proxy.peers or proxy.peer_port)
@@ -46,7 +46,7 @@ def needs_secret(config: Config) -> bool:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yield a note for each setting that is allowed and leaves something open."""
+    """Yield a note for each allowed setting that leaves something open."""
     if config.cluster.backend.is_stock:
         yield (
             f"note: cluster.backend: {config.cluster.backend} instances cannot prove their "
@@ -56,7 +56,7 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def faults_of_proxy(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Those of the two ports of a proxy that the cluster's secret does not open."""
+    """Yield faults of the two ports of a proxy that the cluster's secret does not protect."""
     proxy = config.proxy
     needs_keys = not (is_loopback(proxy.host) or proxy.allow_anonymous)
     if needs_keys and not has_keys(config.security, environ):
@@ -76,13 +76,13 @@ def faults_of_proxy(config: Config, environ: Mapping[str, str]) -> Iterator[str]
 
 
 def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
-    """Hosts beyond loopback of the ports that the secret opens, each with its key."""
+    """Hosts beyond loopback of ports that the secret protects, each with its key."""
     hosts: list[tuple[str, str | None]] = [
         ("proxy.peer_host", config.proxy.peer_host),
         ("proxy.gossip_host", config.proxy.gossip_host),
     ]
     for node in config.cluster.nodes:
-        # A stock engine binds its own.
+        # A stock engine binds its own ports.
         ours = () if config.cluster.backend.is_stock else node.instances
         for instance in ours:
             hosts += [
@@ -101,7 +101,7 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _problem(read: Callable[[], list[bytes]]) -> str | None:
-    """Why there is none; None: there is one."""
+    """Reason why a key or token is missing; None: present."""
     try:
         return None if read() else "there is none"
     except ConfigError as error:

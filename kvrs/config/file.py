@@ -1,7 +1,7 @@
-"""The YAML file: one frozen object, checked whole before anything starts.
+"""The YAML configuration file as one frozen object, checked completely before anything starts.
 
-Each section has a module of its own in this package, and `sections.py` composes them. This one has
-them checked, also across sections, and turns every mistake into one line with path, value and
+Each section has a module of its own in this package, and `sections.py` composes them. This module
+checks them, also across sections, and reports every mistake as one line with path, value and
 allowed range.
 """
 
@@ -63,10 +63,11 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     preset: SystemPreset | None = None,
 ) -> Config:
-    """Read and check a YAML file; without one, the defaults. What it does not set is the preset's.
+    """Read and check a YAML file; without a file, the defaults. The preset gives settings that the
+    file lacks.
 
     With an environment, its variables replace `${NAME}` and override settings
-    (docs/guide/configuration.md). Files that kvrs has written are read without.
+    (docs/guide/configuration.md). Files written by kvrs are read without an environment.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds faults.
@@ -80,8 +81,8 @@ def load_source(
     preset: SystemPreset | None = None,
     backend: Backend | None = None,
 ) -> Source:
-    """The same before it is checked, with the place of each value. `backend`: in place of the
-    file's; a preset's drafts are for the embedded one.
+    """Read a YAML file without checking it, with the place of each value. `backend` replaces the
+    file's; a preset's drafts are for the embedded engine.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or variables name no setting.
@@ -115,33 +116,33 @@ def dump_config(config: Config) -> str:
 
 
 def config_digest(config: Config) -> str:
-    """16 hex digits that are the same for equal configurations, whatever their files look like."""
+    """16 hex digits, the same for equal configurations, whatever their files look like."""
     return hashlib.sha256(msgspec.json.encode(config.model_dump(mode="json"))).hexdigest()[:16]
 
 
 def read_secret(security: SecuritySettings, environ: Mapping[str, str]) -> bytes:
-    """The first of the cluster's shared secrets, the one in use; raises as `read_secrets` does."""
+    """The first of the cluster's shared secrets, which is in use; raises like `read_secrets`."""
     return read_secrets(security, environ)[0]
 
 
 def read_secrets(security: SecuritySettings, environ: Mapping[str, str]) -> list[bytes]:
-    """The cluster's shared secrets, from `security.secret_file` or the environment's KVRS_SECRET:
-    one on each line.
+    """Read the cluster's shared secrets from `security.secret_file` or the environment's
+    KVRS_SECRET, one per line.
 
     The first is used; the others are accepted too, so that a secret can be rotated.
 
     Raises:
-        ConfigError: there is none, one is too short, or the file is readable for other users.
+        ConfigError: no secret, a secret that is too short, or a file that other users can read.
     """
     return _read_lines("a secret", "secret_file", security.secret_file, ENV_NAME, environ)
 
 
 def read_admin_tokens(security: SecuritySettings, environ: Mapping[str, str]) -> list[bytes]:
-    """The tokens of which the admin port asks for one, from `security.admin_token_file` or the
-    environment's KVRS_ADMIN_TOKEN, one on each line; empty: it asks for none.
+    """Read the admin port's tokens, of which a client needs one, from `security.admin_token_file`
+    or the environment's KVRS_ADMIN_TOKEN, one per line; empty: no token needed.
 
     Raises:
-        ConfigError: one is too short, or the file is readable for other users.
+        ConfigError: a token that is too short, or a file that other users can read.
     """
     if security.admin_token_file is None and ADMIN_ENV_NAME not in environ:
         return []

@@ -1,5 +1,5 @@
-"""The origin of a proxy's configuration: a file, which `kvrs lab up` may have written, or its
-command line.
+"""Origin of a proxy's configuration: a file, possibly written by `kvrs lab up`, or its command
+line.
 """
 
 from collections.abc import Callable
@@ -12,29 +12,27 @@ from kvrs.config.file import Config
 
 
 class UpCommand(msgspec.Struct, frozen=True):
-    """A `kvrs lab up`, which writes a file for each of its proxies, with the ports that it
-    chose.
-    """
+    """A `kvrs lab up`, which writes a file with chosen ports for each of its proxies."""
 
     pid: int
-    file: str | None  # The one that it was given; None: it has none.
-    digest: str  # Of the configuration of that file.
+    file: str | None  # Its own configuration file; None: no file.
+    digest: str  # Digest of that file's configuration.
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """Reads the file, or the environment of a command line, again whenever it is called."""
+    """Reader of the file, or of a command line's environment, at each call."""
 
-    path: Path | None  # None: the proxy has no file.
+    path: Path | None  # Path of the file; None: no file.
     read: Callable[[], Config]  # Raises ConfigError.
     launch: UpCommand | None = None
-    command_line: CommandLine | None = None  # In place of a file.
+    command_line: CommandLine | None = None  # Command line that replaces a file.
 
     def __call__(self) -> Config:
         return self.read()
 
     @property
     def note(self) -> str | None:
-        """Why the file is not the one that an operator edits."""
+        """Reason why an operator edits another file."""
         if self.command_line is not None:
             return "this proxy was started without a file: its command line counts"
         if self.launch is None:

@@ -1,4 +1,4 @@
-"""The files of several proxies, compared with each other."""
+"""Comparison of the files of several proxies."""
 
 from collections.abc import Iterator, Mapping
 from itertools import permutations

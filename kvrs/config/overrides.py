@@ -11,8 +11,8 @@ from kvrs.config.source import Source
 from kvrs.errors import ConfigError
 
 _PREFIX = "KVRS_"
-# Between the parts of a path. A variable without it is no setting: KVRS_SECRET, and what Kubernetes
-# sets for a service called kvrs (KVRS_PORT, KVRS_PROXY_SERVICE_HOST).
+# Separator of the parts of a path. Variables without it are no settings: KVRS_SECRET, and
+# Kubernetes's variables for a service called kvrs (KVRS_PORT, KVRS_PROXY_SERVICE_HOST).
 _NESTED = "__"
 
 
@@ -20,7 +20,7 @@ def override(source: Source, environ: Mapping[str, str], model: type[Settings]) 
     """Put the values of all variables into a document. A value is YAML; lists are given whole.
 
     Raises:
-        ConfigError: variables name no setting, or are no YAML.
+        ConfigError: variables that name no setting, or are not YAML.
     """
     found: dict[tuple[str, ...], tuple[str, Any]] = {}
     faults: list[str] = []
@@ -32,7 +32,7 @@ def override(source: Source, environ: Mapping[str, str], model: type[Settings]) 
                 faults += error.faults
     if faults:
         raise ConfigError(faults)
-    for path in sorted(found, key=len):  # A section as a whole comes before its keys.
+    for path in sorted(found, key=len):  # A whole section comes before its keys.
         name, value = found[path]
         _put(source, path, name, value)
         if not environ[name].strip():
@@ -40,7 +40,7 @@ def override(source: Source, environ: Mapping[str, str], model: type[Settings]) 
 
 
 def _path(name: str, model: type[Settings]) -> tuple[str, ...]:
-    """The path of the setting that a variable names."""
+    """Path of the setting that a variable names."""
     section: type[Settings] | None = model
     done, path = _PREFIX, list[str]()
     for part in name.removeprefix(_PREFIX).split(_NESTED):
@@ -78,7 +78,7 @@ def _put(source: Source, path: tuple[str, ...], name: str, value: Any) -> None:
             if node.get(part) is None:
                 node[part] = {}
             node = node[part]
-    if isinstance(node, dict):  # Else a fault of the file, found by its check.
+    if isinstance(node, dict):  # Otherwise the file has a fault, which its check finds.
         node[path[-1]] = value
     for stale in [each for each in source.places if each[: len(path)] == path]:
         del source.places[stale]

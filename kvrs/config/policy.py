@@ -6,15 +6,16 @@ from pydantic import Field
 
 from kvrs.config.settings import Settings
 
-# Future tokens whose slow-down at a degraded instance is added to its cost: with fewer ranks each
-# token takes longer. An instance that chooses how it goes on looks as far ahead.
+# Future tokens whose slow-down at a degraded instance is added to its cost, because fewer ranks
+# slow each token. An instance that chooses how to continue looks as far ahead.
 LOOKAHEAD_TOKENS = 32
 
 
 class PolicyName(StrEnum):
     ALWAYS_MIGRATE = "always_migrate"
     ALWAYS_RECOMPUTE = "always_recompute"
-    ALWAYS_RESTORE = "always_restore"  # From a checkpoint; without one as always_recompute.
+    # Restore from a checkpoint; without one like always_recompute.
+    ALWAYS_RESTORE = "always_restore"
     ROM = "rom"
     AUTO = "auto"
 
@@ -22,25 +23,25 @@ class PolicyName(StrEnum):
 class Handoff(StrEnum):
     """The decode instance that gets a hand-off, once prefill is done."""
 
-    OWN_PAIR = "own_pair"  # As planned at the start.
-    ROM = "rom"  # Seed KVRS: its own decode queue against transfer plus a remote queue.
-    # The same with hand-shake, bytes already on the link, and several candidates.
+    OWN_PAIR = "own_pair"  # The decode instance planned at the start.
+    ROM = "rom"  # Seed KVRS: the own decode queue against transfer plus a remote queue.
+    # Like rom, with hand-shake, bytes already on the link, and several candidates.
     AUTO = "auto"
 
 
 class Route(StrEnum):
     """The prefill instance of a new prompt."""
 
-    PREFIX = "prefix"  # By its queue, and what of the prompt it has cached.
-    LOAD = "load"  # By its queue alone.
+    PREFIX = "prefix"  # By queue and cached part of the prompt.
+    LOAD = "load"  # By queue alone.
 
 
 class Dispatch(StrEnum):
     """The targets of the victims of one event."""
 
-    REBALANCE = "rebalance"  # To their holders, then LUMEN's rebalancing.
-    HOLDERS = "holders"  # To their holders, without a limit.
-    LEAST_LOADED = "least_loaded"  # To the instances with the fewest streams.
+    REBALANCE = "rebalance"  # The holders of their KV, then LUMEN's rebalancing.
+    HOLDERS = "holders"  # The holders of their KV, without a limit.
+    LEAST_LOADED = "least_loaded"  # The instances with the fewest streams.
 
 
 class RecoverySettings(Settings):

@@ -12,7 +12,7 @@ from kvrs.config.tls import TlsSettings
 MAX_WORKERS = 16
 MAX_PEERS = 32
 MAX_PORT = 65535
-MAX_ID = 64  # Characters.
+MAX_ID = 64  # Most characters of an id.
 ADMIN_PORT_STEP = 10  # Distance between the admin ports of consecutive workers.
 LEAST_MIRROR_BYTES = 1 << 20
 
@@ -25,25 +25,25 @@ class Inexact(StrEnum):
 
 
 class MirrorMode(StrEnum):
-    """When a token of a resumable stream is sent to its client."""
+    """Time at which a resumable stream's token is sent to its client."""
 
     ASYNC = "async"
     SYNC = "sync"
 
 
 def names_of(proxy: str, workers: int) -> list[str]:
-    """The ids of a proxy's processes."""
+    """Ids of a proxy's processes."""
     return [proxy] if workers == 1 else [f"{proxy}.{worker}" for worker in range(workers)]
 
 
 def proxy_of_worker(name: str) -> str | None:
-    """The id of the proxy that a worker is of; None: the name is no worker's."""
+    """Id of a worker's proxy; None: the name is not a worker's."""
     proxy, _, number = name.rpartition(".")
     return proxy if proxy and number.isdecimal() else None
 
 
 def are_workers_of_one(one: str, other: str) -> bool:
-    """True if two ids are those of workers of the same proxy."""
+    """Return whether two ids belong to workers of the same proxy."""
     proxy = proxy_of_worker(one)
     return proxy is not None and proxy == proxy_of_worker(other)
 
@@ -71,7 +71,7 @@ class PeerSettings(Settings):
         return self
 
     def each(self) -> Iterator["PeerSettings"]:
-        """Its processes, each as a peer."""
+        """Processes of the peer, each as a peer."""
         for offset, name in enumerate(names_of(self.id, self.workers)):
             yield PeerSettings(id=name, host=self.host, peer_port=self.peer_port + offset)
 
@@ -181,14 +181,14 @@ class ProxySettings(Settings):
 
     @property
     def names(self) -> list[str]:
-        """The ids of its processes among proxies: its own, or those of its workers."""
+        """Ids of the proxy's processes: its own, or its workers'."""
         return names_of(self.id, self.workers)
 
     def ports_of(self, key: str) -> list[int]:
-        """The ports of its processes under a key; 0: any free one."""
+        """Ports of the proxy's processes under a key; 0: any free port."""
         first, step = getattr(self, key), ADMIN_PORT_STEP if key == "admin_port" else 1
         return [first + step * worker if first else 0 for worker in range(self.workers)]
 
     def every_peer(self) -> Iterator[PeerSettings]:
-        """The processes of the other proxies."""
+        """Processes of the other proxies."""
         return (each for peer in self.peers for each in peer.each())

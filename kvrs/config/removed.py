@@ -1,6 +1,6 @@
-"""Settings of earlier versions, and what to use instead. `settings.py` names them in its errors."""
+"""Settings of earlier versions and their replacements, named by the errors of `settings.py`."""
 
-# By the path of the key, without the numbers of list items.
+# Replacements by path of the key, without list indices.
 REMOVED = {
     "backup.gather_s": "newly filled pages are sent together for 0.05 s",
     "backup.peer_share": "replicas have at most half of an instance's pages",

@@ -1,4 +1,4 @@
-"""The JSON schema of the YAML file, and what each key means, of the settings classes."""
+"""The YAML file's JSON schema and the meaning of each key, derived from the settings classes."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ _NAMES = {
 
 @cache
 def json_schema() -> dict[str, Any]:
-    """The JSON schema (2020-12) of the YAML file, with what each key means."""
+    """The JSON schema (2020-12) of the YAML file, with the meaning of each key."""
     schema = Config.model_json_schema()
     schema["title"] = "Configuration of kvrs"
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -36,7 +36,7 @@ def json_schema() -> dict[str, Any]:
 
 @cache
 def description(path: KeyPath) -> str | None:
-    """The meaning of a key; None: there is no such key."""
+    """Meaning of a key; None: no such key."""
     section: type[Settings] | None = Config
     text = None
     for part in path:
@@ -52,12 +52,12 @@ def description(path: KeyPath) -> str | None:
 
 
 def with_commands(text: str) -> str:
-    """Names of pages as the commands that print them, which an installation has."""
+    """Replace names of pages by the commands that print them, which an installation has."""
     return DOCS_PAGE.sub(lambda page: f"kvrs docs {page[3]}", text)
 
 
 def _meaning(model: type[Settings], key: str) -> str:
-    """The meaning of a key, behind a sentence where only some engines read it."""
+    """Meaning of a key, after a sentence if only some engines read it."""
     extra = model.model_fields[key].json_schema_extra
     engines = extra.get(ENGINES) if isinstance(extra, dict) else None
     names = [_NAMES[str(each)] for each in engines] if isinstance(engines, list) else []
@@ -66,7 +66,7 @@ def _meaning(model: type[Settings], key: str) -> str:
 
 
 def _models(model: type[Settings]) -> Iterator[type[Settings]]:
-    """The classes of a section and of all sections in it."""
+    """Classes of a section and of all its sub-sections."""
     yield model
     for field in model.model_fields.values():
         if (section := section_of(field.annotation)) is not None:
@@ -74,7 +74,7 @@ def _models(model: type[Settings]) -> Iterator[type[Settings]]:
 
 
 def _descriptions(model: type[Settings]) -> dict[str, str]:
-    """The docstring below each field of a class and of its bases, as one line each."""
+    """Docstring below each field of a class and its bases, as one line each."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, Settings) and base is not Settings:

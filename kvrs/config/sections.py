@@ -1,4 +1,4 @@
-"""The sections of the YAML file, each checked by itself."""
+"""Sections of the YAML file, each checked on its own."""
 
 from pydantic import Field
 
@@ -56,7 +56,7 @@ class Sections(Settings):
 
     @property
     def ordered_backup(self) -> BackupSettings:
-        """The copies of KV that proxies order from engines: none of SGLang, which decides by itself
+        """Copies of KV that proxies request from engines: none from SGLang, which decides itself
         which pages it stores.
         """
         return BackupSettings() if self.cluster.backend is Backend.SGLANG else self.backup

@@ -22,7 +22,7 @@ from kvrs.process.private_files import fault_of_mode
 
 Found = TypeVar("Found")
 
-# The key of the host that a port is bound at; where that has no value, it is `host`.
+# Key of the host for each port; a host without a value falls back to `host`.
 HOST_OF_PORT = {
     "port": "host",
     "admin_port": "admin_host",
@@ -32,8 +32,8 @@ HOST_OF_PORT = {
     "gossip_port": "gossip_host",
 }
 
-# Marks a setting that only some engines read, by the names of these (`Backend`), for
-# `json_schema_extra` of a field: first files for others leave it out, and its description says so.
+# Mark of a setting that only some engines (`Backend`) read, for a field's `json_schema_extra`:
+# first files for other engines omit it, and its description says so.
 ENGINES = "engines"
 EMBEDDED: dict[str, Any] = {ENGINES: ["embedded"]}
 DISTSERVE: dict[str, Any] = {ENGINES: ["distserve"]}
@@ -41,7 +41,7 @@ EMBEDDED_OR_DISTSERVE: dict[str, Any] = {ENGINES: ["embedded", "distserve"]}
 VLLM: dict[str, Any] = {ENGINES: ["vllm"]}
 STOCK: dict[str, Any] = {ENGINES: ["vllm", "sglang"]}
 
-# The form of the name of a process or node, which is also a part of paths and of file names.
+# Form of the name of a process or node, which is also part of paths and file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 # Settings of earlier versions, and what does their work now.
@@ -62,14 +62,14 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, document: Any) -> Any:
-        # All keys of a section may be comments, which leaves null.
+        # A section with only commented keys is null.
         if not isinstance(document, dict):
             return document
         return {key: each for key, each in document.items() if each is not None or _keeps(cls, key)}
 
 
 def _keeps(model: type[Settings], key: Any) -> bool:
-    """Null is a value of the key; it does not stand for a section without keys."""
+    """Null is a value of this key, not an empty section."""
     field = model.model_fields.get(key)
     kind = None if field is None else field.annotation
     return not (isinstance(kind, type) and issubclass(kind, Settings))
@@ -80,7 +80,7 @@ def _host(text: str) -> str:
         return text
     labels = text.removesuffix(".").split(".")
     is_name = all(map(_LABEL.fullmatch, labels)) and len(text) <= _LONGEST_NAME
-    # Only an address ends in a number, and it would be taken for one that is cut short.
+    # Only addresses end in a number; this one would be an incomplete address.
     if not is_name or labels[-1].isdigit():
         raise PydanticCustomError("host", "allowed: an IP address or a host name")
     return text
@@ -99,7 +99,7 @@ def is_numeric(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Only processes of the same machine reach the host; of names only `localhost` counts."""
+    """Only processes of the same machine reach the host; the only such name is `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -107,7 +107,7 @@ def is_loopback(host: str) -> bool:
 
 
 def netloc(host: str, port: int) -> str:
-    """Host and port of a URL, where an IPv6 address stands in brackets."""
+    """Host and port of a URL, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -126,12 +126,12 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
 
 class _YamlLoader(_Constructor, yaml.SafeLoader):
-    """Its errors show the line that they are in."""
+    """YAML loader whose errors show their line."""
 
 
 class _LibyamlLoader(_Constructor, yaml.composer.Composer, yaml.CSafeLoader):
-    """Parses several times as fast. Nodes are composed in Python, which ends with an error where
-    they are nested too deeply.
+    """YAML loader that parses several times as fast. Nodes are composed in Python, which raises an
+    error if they are nested too deeply.
     """
 
     def __init__(self, text: str) -> None:
@@ -140,7 +140,7 @@ class _LibyamlLoader(_Constructor, yaml.composer.Composer, yaml.CSafeLoader):
 
 
 class _YamlDumper(yaml.CSafeDumper):
-    """Quotes what the loader would take for a number."""
+    """YAML writer that quotes what the loader would take for a number."""
 
 
 YamlLoader = _YamlLoader | _LibyamlLoader
@@ -155,7 +155,7 @@ for _kind in (_YamlLoader, _LibyamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """The document as plain data. Raises yaml.YAMLError, also for values that only look like a
+    """Parse a document to plain data. Raises yaml.YAMLError, also for values that only look like a
     number or a date.
     """
     loader, root = compose(text)
@@ -163,7 +163,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def compose(text: str) -> tuple[YamlLoader, yaml.Node | None]:
-    """The root of a document, and the loader that makes plain data of it. Raises yaml.YAMLError."""
+    """Root of a document, and the loader that makes plain data of it. Raises yaml.YAMLError."""
     with suppress(yaml.YAMLError):
         return construct(lambda: _composed(_LibyamlLoader(text)))
     return construct(lambda: _composed(_YamlLoader(text)))
@@ -188,12 +188,12 @@ def construct(read: Callable[[], Found]) -> Found:
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from None
     except (LookupError, TypeError, AttributeError):
-        # PyYAML checks no value that has a tag in the document: `!!timestamp x`, `!!set [x]`.
+        # PyYAML does not check values with tags in the document: `!!timestamp x`, `!!set [x]`.
         raise yaml.YAMLError("a value is not of the type that its tag names") from None
 
 
 def faults_of(error: ValidationError, model: type[Settings], *section: str) -> list[str]:
-    """One line per mistake: path below `section`, value, what is allowed."""
+    """One line per mistake: path below `section`, value, and allowed values."""
     return [_line(fault, model, section) for fault in error.errors(include_url=False)]
 
 
@@ -215,7 +215,9 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
 
 
 def echoed(value: Any) -> str:
-    """A value in a message. Only scalars are echoed: a whole section would bury the message."""
+    """A value as shown in a message. Only scalars are shown: a whole section would bury the
+    message.
+    """
     match value:
         case dict():
             return "a section"
@@ -226,7 +228,7 @@ def echoed(value: Any) -> str:
 
 
 def _hint(fault: Any) -> str:
-    """YAML reads words and numbers that are meant as text."""
+    """Hint that YAML reads an unquoted text as a word or a number."""
     if fault["type"] != "string_type":
         return ""
     match fault["input"]:
@@ -239,7 +241,7 @@ def _hint(fault: Any) -> str:
 
 
 def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:
-    """The keys of the section in which the last part of `path` is unknown."""
+    """Keys of the section in which the last part of `path` is unknown."""
     section: type[Settings] | None = model
     for part in path[:-1]:
         if isinstance(part, str):
@@ -250,7 +252,7 @@ def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[st
 
 
 def section_of(annotation: Any, *, in_lists: bool = True) -> type[Settings] | None:
-    """The class of a section, of a section or null, or of the items of a list; None: it is none."""
+    """Class of a section, of an optional section, or of a list's items; None: not a section."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return annotation
     if get_origin(annotation) is list and not in_lists:
@@ -260,10 +262,10 @@ def section_of(annotation: Any, *, in_lists: bool = True) -> type[Settings] | No
 
 
 def read_private(path: str, source: str) -> bytes:
-    """The content of a file that other users cannot read.
+    """Read a file that other users cannot read.
 
     Raises:
-        ConfigError: they can, or it cannot be read; `source` names it.
+        ConfigError: other users can read it, or it cannot be read; `source` names it.
     """
     try:
         with Path(path).open("rb") as file:

@@ -1,4 +1,4 @@
-"""A YAML document with the place at which each of its values stands."""
+"""A YAML document with the place of each value."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from kvrs.config.commented import KeyPath, shown_path
 from kvrs.config.settings import YamlLoader, compose, construct
 from kvrs.errors import ConfigError
 
-# Variables whose values are never shown, so that they are no part of a configuration.
+# Variables whose values are never shown, and so not part of a configuration.
 SECRETS = frozenset(
     (
         *("KVRS_SECRET", "KVRS_ADMIN_TOKEN", "KVRS_KEYS"),
@@ -20,7 +20,7 @@ SECRETS = frozenset(
     )
 )
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
-_PATH = re.compile(r"[a-z_]+(\.\w+)*(?=:)", re.ASCII)  # That a fault begins with.
+_PATH = re.compile(r"[a-z_]+(\.\w+)*(?=:)", re.ASCII)  # Path at the start of a fault.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _NOWHERE = object()
 _FLOW_HINT = " (within { } a value with ${NAME} must stand in quotes, or on a line of its own)"
@@ -28,30 +28,30 @@ _FLOW_HINT = " (within { } a value with ${NAME} must stand in quotes, or on a li
 
 @dataclass(slots=True)
 class Source:
-    """A configuration before it is checked."""
+    """A configuration before its check."""
 
-    name: str  # Of the file, or what stands in its place.
+    name: str  # Name of the file, or of its replacement.
     document: Any = None
     # Places of values and of sections: `kvrs.yaml:3`.
     places: dict[KeyPath, str] = field(default_factory=dict)
-    # Paths that environment variables override, with their names.
+    # Names of overriding environment variables, by path.
     variables: dict[KeyPath, str] = field(default_factory=dict)
-    empty: set[KeyPath] = field(default_factory=set)  # Those of variables without a value.
+    empty: set[KeyPath] = field(default_factory=set)  # Paths of variables without a value.
 
     def value(self, path: KeyPath) -> Any:
-        """The value at a path; None: there is none."""
+        """Value at a path; None: no value."""
         return _at(self.document, path) if _holds(self.document, path) else None
 
     def place_of(self, path: KeyPath) -> str | None:
-        """Where a value, or the section or list that holds it, stands; None: nowhere."""
+        """Place of a value, or of its section or list; None: no place."""
         if not _holds(self.document, path):
             return None
         whole = (path[:length] for length in range(len(path), 0, -1))
         return next((self.places[each] for each in whole if each in self.places), self.name)
 
     def located(self, fault: str) -> str:
-        """A fault, which starts with its path, with the variable, or the file and line, that it is
-        in, and the id of the item of a list.
+        """A fault, which starts with its path, extended by its variable, or its file and line, and
+        the id of the list item.
         """
         for path, variable in self.variables.items():
             if fault.startswith((f"{shown_path(path)}:", f"{shown_path(path)}.")):
@@ -66,7 +66,7 @@ class Source:
         return f"{self._file_of(path)}: {named}{fault[len(shown) :]}"
 
     def _file_of(self, path: KeyPath) -> str:
-        """The file, with the line of a value, or of what holds it."""
+        """The file and the line of a value, or of its section."""
         while path and not _holds(self.document, path):
             path = path[:-1]
         place = self.place_of(path) if path else None
@@ -76,7 +76,7 @@ class Source:
         return self.name + place.removeprefix(name)
 
     def _with_ids(self, path: KeyPath) -> str:
-        """The path; after the index of the last item of a list, its id."""
+        """The path, with the id of the last list item after its index."""
         parts = [str(part) for part in path]
         for depth in range(len(path), 0, -1):
             if isinstance(path[depth - 1], int):
@@ -92,7 +92,7 @@ def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
     replaced.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or names a variable that is not set.
+        ConfigError: unreadable, not YAML, or an unset variable.
     """
     try:
         return _parse(path.read_text(encoding="utf-8"), path, environ)
@@ -105,16 +105,16 @@ def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
 
 
 def lay_over(source: Source, below: Source) -> None:
-    """Put values that only `below` has into a document: sections are merged, lists are not."""
+    """Add values that only `below` has to a document: sections are merged, lists are not."""
     if source.document is not None and not isinstance(source.document, Mapping):
-        return  # A fault of the document, found by its check.
+        return  # The document has a fault, which its check finds.
     source.document = merged(below.document, source.document)
     source.places = {**below.places, **source.places}
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Two documents as one: sections are merged, lists are not."""
-    if isinstance(below, Mapping) and above is None:  # A section without a key.
+    """Merge two documents: sections are merged, lists are not."""
+    if isinstance(below, Mapping) and above is None:  # A section without keys.
         return below
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
@@ -122,7 +122,7 @@ def merged(below: Any, above: Any) -> Any:
 
 
 def leaves(document: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value that is no section and no list of sections, with its path."""
+    """Every value except sections and lists of sections, with its path."""
     if isinstance(document, Mapping) and document:
         for key, value in document.items():
             yield from leaves(value, (*above, key))
@@ -158,7 +158,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def visit(self, node: yaml.Node, path: KeyPath) -> None:
-        # An alias: a document of aliases of aliases is small, the number of its paths is not.
+        # An alias. A small document of nested aliases can have countless paths.
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
@@ -185,13 +185,13 @@ class _Walk:
             return
         if names:
             self.places[path] += f", {', '.join(names)}"
-        if not node.style:  # Not quoted: `port: ${PORT}` is a number.
+        if not node.style:  # Unquoted: `port: ${PORT}` is a number.
             implicit = (True, False)
             node.tag = self._loader.resolve(yaml.ScalarNode, node.value, implicit)  # type: ignore[no-untyped-call]  # yaml has no types here.
 
 
 def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -> str:
-    """The replacement of one `${...}`; its name is added to `names`."""
+    """Replacement of a `${...}`, whose name is added to `names`."""
     if found[0].startswith("$$"):
         return found[0][1:]
     name, given, default = found[1].partition(":-")
@@ -215,7 +215,7 @@ def _holds(document: Any, path: KeyPath) -> bool:
 
 
 def _at(document: Any, path: KeyPath, otherwise: Any = None) -> Any:
-    """The value at a path."""
+    """Value at a path."""
     for part in path:
         match document, part:
             case dict(), str() if part in document:

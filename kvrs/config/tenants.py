@@ -1,7 +1,7 @@
-"""The tenants of the clients' port: hashes of their API keys, and how many streams each may open.
+"""Tenants of the clients' port: hashes of their API keys, and their limits on open streams.
 
-They are a YAML document of their own, `security.key_file` or the environment's KVRS_KEYS, because
-it is private and changes while the proxy runs: a section for each tenant, under its name.
+They are a separate YAML document, `security.key_file` or the environment's KVRS_KEYS, which is
+private and changes while the proxy runs: a section per tenant, under its name.
 """
 
 import re
@@ -24,21 +24,21 @@ KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TenantSettings(Settings):
-    """The keys and the limit of one tenant. Each proxy counts streams by itself; null: no limit."""
+    """Keys and limit of one tenant. Each proxy counts streams itself; null: no limit."""
 
-    # SHA-256 of each of its keys, in hexadecimal. Several, so that a key can be replaced.
+    # SHA-256 of each of the tenant's keys, in hexadecimal; several, so that a key can be replaced.
     keys: list[KeyHash] = Field(min_length=1, max_length=64)
-    enabled: bool = True  # If not, requests get 403.
-    streams: int | None = Field(default=None, ge=1)  # Open at a time; each choice is one.
+    enabled: bool = True  # Requests of a disabled tenant get 403.
+    streams: int | None = Field(default=None, ge=1)  # Most open streams; each choice is a stream.
 
 
 def key_hash(key: bytes) -> bytes:
-    """The stored form of an API key. Keys are random and long, so that a slow hash adds nothing."""
+    """Stored form of an API key. Keys are long and random, so a slow hash adds nothing."""
     return sha256(key).digest()
 
 
 def check_name(name: object) -> None:
-    """Raises ConfigError: it cannot be a tenant's name."""
+    """Raises ConfigError: not a valid tenant's name."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ConfigError(f"got {name!r:.80} as a tenant's name; allowed: {_NAME.pattern}")
 
@@ -51,10 +51,11 @@ def has_keys(security: SecuritySettings, environ: Mapping[str, str]) -> bool:
 def read_tenants(
     security: SecuritySettings, environ: Mapping[str, str]
 ) -> dict[str, TenantSettings] | None:
-    """The tenants by name; None: no keys are configured, and clients need none.
+    """Read the tenants by name; None: no keys are configured, and clients need none.
 
     Raises:
-        ConfigError: the document cannot be read or holds faults, or other users may read it.
+        ConfigError: an unreadable document, a document with faults, or one that other users can
+            read.
     """
     if security.key_file is not None:
         source = f"security.key_file: {security.key_file}"

@@ -1,7 +1,7 @@
-"""The settings of each worker of a proxy that has several, made from those of the proxy.
+"""Settings of each worker of a proxy, derived from those of the proxy.
 
-A worker is a proxy: it has an id, ports of its own but for the clients', and the other workers for
-peers.
+A worker is a proxy: it has an id, ports of its own except the clients' port, and the other workers
+as peers.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from kvrs.config.proxy import PeerSettings
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """The number of a worker, and the ports that are kept for it and the others."""
+    """Number of a worker, and the ports kept for all workers."""
 
     worker: int
     port: int  # The client port, which all workers share.
     admin_port: int
-    peer_ports: list[int]  # Those of all workers.
+    peer_ports: list[int]  # Peer ports of all workers.
 
 
 def worker_config(config: Config, plan: WorkerPlan) -> Config:
@@ -48,7 +48,7 @@ def worker_config(config: Config, plan: WorkerPlan) -> Config:
     )
     policy = config.policy
     if not config.agents_run:
-        # Nothing arbitrates between the workers, so that each has a share of a target's slots.
+        # Nothing arbitrates between the workers, so each has a share of a target's slots.
         policy = policy.model_copy(update={"slots_max": policy.slots_max // count})
     return config.model_copy(update={"proxy": own, "policy": policy})
 
@@ -59,11 +59,10 @@ def _event_log(path: str, worker: int) -> str:
 
 
 def with_proxy(config: Config, asked: Mapping[str, int | str | None]) -> Config:
-    """The same configuration with settings of the proxy that the command line asks for; None: as in
-    the file.
+    """The configuration with the proxy's settings from the command line; None: as in the file.
 
     Raises:
-        ConfigError: it does not go with them.
+        ConfigError: the settings do not fit the configuration.
     """
     given = {key: value for key, value in asked.items() if value is not None}
     if not given:

@@ -1,4 +1,4 @@
-"""Presets: configurations that lie below a file, as YAML files beside this module."""
+"""Presets: base configurations under a file, as YAML files beside this module."""
 
 from enum import StrEnum
 from pathlib import Path
