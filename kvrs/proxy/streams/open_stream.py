@@ -1,4 +1,4 @@
-"""An open stream of the proxy: its client, its task, its outcome, and where it spends its time."""
+"""An open stream of the proxy: its client, task, outcome, and time per phase."""
 
 import asyncio
 from array import array
@@ -17,21 +17,21 @@ from kvrs.proxy.wire.journal import Journal
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The client gets this error: as the status before its first byte, as an event after it."""
+    """An error for the client: by status before the first byte, as an event afterwards."""
 
     status: int
     body: bytes
     retry_after_s: float | None = None
-    rejected: bool = False  # For a fault of the request, which is none of the cluster.
+    rejected: bool = False  # The request is at fault, not the cluster.
 
 
 Outcome = Complete | Failed
 
 
 class StreamPhase(StrEnum):
-    """A stream spends its time in one of these, as people are shown it."""
+    """Phase of a stream, as shown to people."""
 
-    WAITING = "waiting"  # No attempt is running: it has no place yet.
+    WAITING = "waiting"  # No attempt is running, or the stream has no place yet.
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -47,17 +47,17 @@ class OpenStream(LiveStream):
     outcome: asyncio.Future[Outcome]
     clock: Callable[[], float]
     phase: StreamPhase = StreamPhase.WAITING
-    instance: InstanceId | None = None  # Where it runs.
-    entered_s: float  # When the current phase began.
-    is_opening: bool = True  # The decision about its first attempt is being carried out.
-    # In each phase before, in all attempts together, in the order of the phases.
+    instance: InstanceId | None = None  # Instance that runs the stream.
+    entered_s: float  # Start of the current phase.
+    is_opening: bool = True  # The decision about the first attempt is being performed.
+    # Time in each earlier phase over all attempts, in the order of the phases.
     spent_s: "array[float]" = field(default_factory=_NOTHING.__copy__)
     task: EagerTask[None] | None = None
-    decoded_by: TestedProcess | None = None  # The one that gave the last output.
-    # Has the current attempt report its next token as if it were its first.
+    decoded_by: TestedProcess | None = None  # Process that gave the latest output.
+    # Makes the current attempt report its next token as if it were its first.
     expect_token: Callable[[], None] | None = None
-    refusal: Failed | None = None  # The last one of an instance, for the client if it stands.
-    # Instances that refused it, until it is known whose fault that is.
+    refusal: Failed | None = None  # Latest refusal by an instance, for the client if it stands.
+    # Instances that refused the request, until the fault is known.
     refused_by: tuple[InstanceId, ...] = ()
 
     def enter(self, phase: StreamPhase, instance: InstanceId | None) -> None:
@@ -68,7 +68,7 @@ class OpenStream(LiveStream):
         self.phase, self.instance = phase, instance
 
     def phase_seconds(self, now_s: float) -> dict[StreamPhase, float]:
-        """The time spent in each phase, in all attempts together."""
+        """Time in each phase over all attempts."""
         spent = dict(zip(_PLACES, self.spent_s, strict=True))
         spent[self.phase] += now_s - self.entered_s
         return spent

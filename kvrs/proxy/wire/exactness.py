@@ -1,9 +1,9 @@
-"""Features of requests that a plain P/D engine cannot continue exactly. (An engine with the
-capability EXACT_RESUME continues all of them itself.)
+"""Features of requests that a plain P/D engine cannot continue exactly. (An engine with
+EXACT_RESUME continues all of them.)
 
 A plain engine takes the history as a new prompt: it counts output, draws random numbers and matches
-stop strings from there. The proxy corrects text, stop strings, token limits and usage itself, for
-which token ids are enough. Fields that are inexact by themselves are marked in
+stop strings from its end. The proxy itself corrects text, stop strings, token limits and usage, for
+which token ids suffice. Fields that are inexact by themselves are marked in
 kvrs/protocol/openai/fields.py.
 """
 
@@ -27,15 +27,15 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 def tokens_at_risk(parsed: ParsedRequest, continues: Continues) -> tuple[str, ...]:
-    """Parts of a request that could make the tokens of a cut stream differ, where instances
-    continue it so.
+    """Fields of a request that could change the tokens of a cut stream, if instances continue it as
+    `continues` says.
     """
     match continues:
         case Continues.SEEDED:
             return ()
         case Continues.GREEDY:
-            # The engine's generator starts anew, seeded or not: its key lacks the position in the
-            # stream.
+            # The engine's random generator starts anew, seeded or not: its state lacks the position
+            # in the stream.
             return ("temperature",) if parsed.request.temperature > 0 else ()
         case Continues.TEXT | Continues.NONE:
             return ("tokens", "temperature") if parsed.request.temperature > 0 else ("tokens",)
@@ -50,25 +50,24 @@ def inexact_features(
     continues: Continues = Continues.GREEDY,
     penalises_prompt: bool = True,
 ) -> tuple[str, ...]:
-    """The fields of the request that could make a stream that is cut at a plain engine differ from
-    an uninterrupted one. `penalises_prompt`: its repetition_penalty counts the prompt as well,
-    which the history is.
+    """Fields of the request that could make a stream cut at a plain engine differ from an uncut
+    one. `penalises_prompt`: its repetition_penalty also counts the prompt, and so the history.
     """
     request = parsed.request
     is_chat = isinstance(request, ChatRequest)
     found = {
-        # Penalties on the engine's own output.
+        # Penalties on the engine's own output restart at the seam.
         "repetition_penalty": request.repetition_penalty != 1 and not penalises_prompt,
         "presence_penalty": request.presence_penalty != 0,
         "frequency_penalty": request.frequency_penalty != 0,
         # A chat is continued as a completion, whose log probabilities have another form.
         "logprobs": is_chat and request.wanted_logprobs is not None,
-        # The state of the engine's parser of calls is lost with the engine.
+        # The engine's parser of tool calls loses its state.
         "tools": isinstance(request, ChatRequest) and request.may_call_tools,
         # Engines ignore stop strings within min_tokens; the proxy does not.
         "min_tokens": request.min_tokens > 0 and bool(request.stop_strings),
         **dict.fromkeys(inexact_fields(parsed.fields, parsed.endpoint.api), True),
-        # A stream is continued from ids alone, which hold the places of pictures and sounds only.
+        # A stream continues from ids alone, in which pictures and sounds are only placeholders.
         "messages" if is_chat else "prompt": not has_tokenizer
         or (isinstance(request, ChatRequest) and _has_media(request)),
     }
@@ -79,11 +78,10 @@ def inexact_features(
 def replayable(
     inexact: Sequence[str], parsed: ParsedRequest, *, has_generator: bool = True
 ) -> tuple[str, ...]:
-    """Those of the inexact features that an engine continues exactly which generates the output
-    again, from the request as it was. `has_generator`: each of its requests has random numbers of
-    its own.
+    """Inexact features that become exact at an engine that generates the output again from the
+    unchanged request. `has_generator`: each of its requests has a random generator of its own.
 
-    Sampling without a seed is none of them by itself, for which the time of a replay is not spent.
+    Sampling without a seed alone is not among them, because it is not worth a replay.
     """
     if "temperature" in inexact and not has_generator:
         return ()
@@ -93,7 +91,7 @@ def replayable(
 
 
 def is_plain_chat(parsed: ParsedRequest) -> bool:
-    """A chat whose answer is text, all of which follows from the ids of the messages."""
+    """A chat whose answer is only text, determined by the ids of its messages."""
     request = parsed.request
     return (
         isinstance(request, ChatRequest)
@@ -104,14 +102,13 @@ def is_plain_chat(parsed: ParsedRequest) -> bool:
     )
 
 
-# Names in keys and types of parts of messages that an engine fetches or decodes first; texts may
-# have them, too.
+# Names in message parts that an engine fetches or decodes first; texts may contain them, too.
 _MARKS_OF_MEDIA = (b'_url"', b'"input_', b'_embeds"', b'_pil"')
 
 
 def is_predictable(parsed: ParsedRequest) -> bool:
-    """The time of the request's prefill follows from its tokens. False where a message may hold
-    more than text.
+    """The request's tokens determine the time of its prefill. False if a message may hold more than
+    text.
     """
     request = parsed.request
     if not isinstance(request, ChatRequest):
@@ -124,7 +121,7 @@ def _has_media(request: ChatRequest) -> bool:
     """A message holds more than text."""
     try:
         messages = _MESSAGES.decode(request.messages)
-    except msgspec.DecodeError:  # A number that is out of range: what an engine makes of it, shows.
+    except msgspec.DecodeError:  # A number out of range: the engine decides.
         return True
     contents = (message.content for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
