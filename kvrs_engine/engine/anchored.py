@@ -64,7 +64,7 @@ class AnchoredPool(StepHook):
     first_page: PagePlace
     ledger: PageLedger
     kept: KeptPages
-    prefill: PrefillTable | None  # That the process before has measured.
+    prefill: PrefillTable | None  # The table that the previous process has measured.
 
     def adopt(self, pages: PageManager, until_s: float) -> None:
         """Adopt the pages of the previous process into the cache, with leases for its streams."""

@@ -69,7 +69,7 @@ class Answer(ABC):
     ) -> msgspec.Struct: ...
 
     def _usage_after(self, token_ids: Sequence[int]) -> Usage | msgspec.UnsetType:
-        """With these, which the event has. Those of later events may be produced already."""
+        """Return the usage up to an event with these tokens; later tokens may exist already."""
         self._produced += len(token_ids)
         if not self._asked.wants_each_usage:
             return msgspec.UNSET

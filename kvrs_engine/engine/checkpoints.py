@@ -100,7 +100,7 @@ class Checkpointer(PageSending):
         super().__init__(pages, agents, settings, clock, released)
         self._pool, self._pusher = pool, pusher
 
-    # What the batch loop calls.
+    # Called by the batch loop.
 
     def began(self, run: GenerationRun) -> None:
         """Begin to send an accepted run's pages to its agents, except unknown ones."""
@@ -119,7 +119,7 @@ class Checkpointer(PageSending):
     def held(self, run: GenerationRun) -> Mapping[InstanceId, int]:
         return self.backlog.held(run.sequence)
 
-    # What the sender calls.
+    # Called by the sender.
 
     async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
         return await self._pusher.offer(

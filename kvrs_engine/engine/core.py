@@ -68,7 +68,7 @@ class EngineCore(RunCore):
         super().__init__(clock, hooks if drafts is None else [*hooks, drafts])
         self._drafts = drafts
         self._batches = batches
-        self._in_flight: list[_Flight] = []  # In order of their begin.
+        self._in_flight: list[_Flight] = []  # Running batches in order of begin.
         # Batches that failed with lost ranks, until the worker can compute again: other ranks may
         # still write into their pages.
         self._lost_batches: list[Batch] = []

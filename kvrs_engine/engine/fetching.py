@@ -90,7 +90,7 @@ class PageFetcher:
             part=part,
         )
         staged = self._stage(pages if tail_page is None else [*pages, tail_page], part)
-        here: list[int] = []  # That have come whole, by and by.
+        here: list[int] = []  # Pages that have arrived completely so far.
         try:
             try:
                 async with asyncio.timeout_at(until_s):

@@ -32,7 +32,7 @@ _FORK_S = 120.0  # Time limit for a fork, including the nursery's imports.
 _SET_DEATH_SIGNAL, _SET_NAME, _SET_CHILD_SUBREAPER = 1, 15, 36  # Options of prctl(2).
 _library = ctypes.CDLL(None)
 
-Child = Callable[[socket.socket, str], NoReturn]  # With its name.
+Child = Callable[[socket.socket, str], NoReturn]  # Called with the socket and the name.
 
 
 def spawn(
@@ -45,7 +45,7 @@ def spawn(
     return subprocess.Popen(
         [sys.executable, "-m", *command, "--line", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
-        # One thread: several engines share the cores, and a nursery is forked.
+        # One thread, because several engines share the cores, and a nursery must have no others.
         env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=output,

@@ -75,11 +75,11 @@ class PagePort:
         self.epoch = place.epoch
         self._place = place
         self.registry = self._peers_of(place.config)
-        self.checkpointer: Checkpointer | None = None  # Of the attached pool.
+        self.checkpointer: Checkpointer | None = None  # The checkpointer of the attached pool.
         self.replicas: PeerReplicas | None = None  # None: the instance keeps no replicas.
         self._fingerprint = fingerprint
         self._geometry = geometry
-        self._pages: EnginePages | None = None  # Of the attached pool.
+        self._pages: EnginePages | None = None  # The pages of the attached pool.
         self._lends = False
         transfer = place.config.transfer
         self.server = PageServer(self, place.secret, transfer, place.links, older=place.older)

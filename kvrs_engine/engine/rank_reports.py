@@ -41,7 +41,8 @@ class RankReports:
         """`nodes` has each stage's node, for stages that are not borrowed."""
         self._ranks, self._nodes, self._epoch, self._prefill = ranks, nodes, epoch, prefill
         self._core, self._port, self._loans, self._ring = core, port, loans, ring
-        self._factors: tuple[int, tuple[float, float]] | None = None  # With the layout's number.
+        # The number of a layout, and its step times relative to the full layout.
+        self._factors: tuple[int, tuple[float, float]] | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return fields of `LoadReport`."""
@@ -86,7 +87,7 @@ class RankReports:
         """Return the fields about pages whose lost cells are fetched, not computed."""
         if not now.lost_cells:
             return {}
-        if now.way is Way.SUBSTITUTE:  # They come with the loan, in no time.
+        if now.way is Way.SUBSTITUTE:  # The pages come with the loan.
             return {"held_pages": self._core.replicated_pages}
         held_page_s = self._fetch_s(now.lost_cells) or page_s
         return {"held_pages": self._core.held_pages, "held_page_s": held_page_s}

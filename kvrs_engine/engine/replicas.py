@@ -19,7 +19,7 @@ class PeerReplicas:
         self._pool, self._released = pool, released
 
     def adopt(self, client: Identity) -> None:
-        """The fingerprints are compared behind this."""
+        """Accept a client; the caller compares the fingerprints."""
 
     def offer(self, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]) -> HeldPages:
         return self.book.offer(claim.stream, tags)

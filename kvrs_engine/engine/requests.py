@@ -61,9 +61,7 @@ class StepOutput:
     delta: TextDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    tokens: tuple[
-        OutputToken, ...
-    ] = ()  # Those of `token_ids`, if log probabilities were asked for.
+    tokens: tuple[OutputToken, ...] = ()  # One per token id, if log probabilities are wanted.
 
 
 @dataclass(slots=True, eq=False)
@@ -73,15 +71,13 @@ class GenerationRun:
     sequence: Sequence
     params: SamplingParams
     penalties: Penalties | None
-    logprobs: (
-        int | None
-    )  # How many of the likeliest tokens to name beside each; None: no log probabilities.
+    logprobs: int | None  # Number of likeliest tokens to report; None: no log probabilities.
     text: OutputText
     max_tokens: int
     min_tokens: int
     end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
     stop_token_ids: frozenset[int]  # The end tokens that the client named.
-    sources: tuple[PullSource, ...]  # In the order of their pages.
+    sources: tuple[PullSource, ...]  # Peers of the fetch, in the order of their pages.
     checkpoints: tuple[CheckpointTarget, ...] = ()  # Destinations of newly filled pages.
     slot_token: int = 0  # The transfer slot of the fetch; 0: not granted by an agent.
     drafts: tuple[int, ...] = ()  # Drafts after the history, from the request.

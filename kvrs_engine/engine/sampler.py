@@ -74,7 +74,7 @@ def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> SampledLogprobs:
 
     The sum over the vocabulary has a fixed order, so every engine computes the same bits.
     """
-    # A copy: where a vector loop begins must not depend on the row's place in its batch.
+    # The copy gives every row the same alignment: sums must not depend on its place in a batch.
     logits = logits_row.clone()
     shifted = logits - logits.max()
     logprobs = (shifted - torch.log(fold_sum(torch.exp(shifted)))).numpy()
@@ -90,9 +90,9 @@ def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64
     digest = hashlib.blake2b(
         f"{seed}:{position}".encode(), digest_size=16, person=b"kvrs-sample"
     ).digest()
-    # Random bits, since their generator has one definition; numpy may change its distributions.
+    # Philox fixes the raw bits; numpy may change its distributions between versions.
     bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
-    # In the middle of their steps: neither 0 nor 1.
+    # The middle of each step, so that no value is 0 or 1.
     even = ((bits >> np.uint64(12)) + 0.5) / (1 << 52)
     return np.asarray(-np.log(-np.log(even)), np.float64)
 
@@ -101,18 +101,16 @@ def _candidates(logits: npt.NDArray[np.floating[Any]], top_k: int) -> npt.NDArra
     """Return ids in descending order of likelihood; ties in ascending order of id."""
     if not 0 < top_k < len(logits):
         return np.argsort(-logits, kind="stable")
-    # Sorting a whole vocabulary costs milliseconds, so first everything below the k-th value is
-    # dropped (its equals stay).
+    # Sorting a whole vocabulary costs milliseconds: the values below the k-th are dropped first.
     threshold = np.partition(logits, -top_k)[-top_k]
     above = np.flatnonzero(logits >= threshold)
     return above[np.argsort(-logits[above], kind="stable")][:top_k]
 
 
 class Penalties:
-    """Presence, frequency and repetition penalties, as vLLM and OpenAI define them, by the counts
-    of one stream. They depend on which tokens stand before and after `prompt_tokens`, so a resumed
-    stream counts as the lost one did. Every operation is elementwise and on its own, so the results
-    are the same bits everywhere.
+    """Presence, frequency and repetition penalties, as defined by vLLM and OpenAI, from the token
+    counts of one stream. Prompt and output are counted separately, so a resumed stream has the same
+    counts. All operations are elementwise, so the results have the same bits everywhere.
     """
 
     def __init__(
@@ -131,7 +129,7 @@ class Penalties:
         self._counts = torch.bincount(
             torch.tensor(output_ids, dtype=torch.long), minlength=vocab_size
         ).float()
-        self._seen = self._counts > 0  # In prompt or output.
+        self._seen = self._counts > 0  # Tokens in the prompt or the output.
         self._seen[list(prompt_ids)] = True
 
     def count(self, token_id: int) -> None:
@@ -140,7 +138,7 @@ class Penalties:
         self._seen[token_id] = True
 
     def apply(self, row: Tensor) -> Tensor:
-        """Logits `[vocab]` with the penalties in them; the given ones stay as they are."""
+        """Return a copy of the logits `[vocab]` with the penalties applied."""
         if self._repetition != 1:
             # Keskar et al. 2019 (CTRL), section 4.1, with the sign that makes it a penalty for
             # negative logits too.

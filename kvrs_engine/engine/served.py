@@ -46,7 +46,7 @@ class ServedModel:
 
 
 class ServedInstance(ABC):
-    """One instance of the configuration. `start` needs a running event loop."""
+    """An instance that serves requests over HTTP. `start` needs a running event loop."""
 
     def __init__(self, place: InstancePlace, model: ServedModel) -> None:
         self.settings, self.ring = place.settings, [place.secret, *place.older]
@@ -59,7 +59,7 @@ class ServedInstance(ABC):
         self.port = PagePort(place, model.fingerprint, model.geometry)
         self.registry = self.port.registry
         self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
-        self.news = News()  # Of load reports that are due at once.
+        self.news = News()  # Requests load reports at once.
         self._place, self._model = place, model
 
     @property

@@ -60,7 +60,7 @@ async def serve(
         restart.loaded()
         instance = EngineInstance(config, instance_id, epoch, secret, older, loaded)
         instance.skipped = restart.skipped
-    if read is not None:  # At once: no change of the file is missed.
+    if read is not None:  # Register the handler first, so that no change is missed.
         learn = partial(_learn, instance, read)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)
     async with serve_http(instance, allow_faults=config.cluster.allow_faults) as routes:

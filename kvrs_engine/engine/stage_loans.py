@@ -55,7 +55,7 @@ class RestartedRuns:
 
     def __init__(self, page_size_tokens: int, clock: Callable[[], float]) -> None:
         self._page_size = page_size_tokens
-        self._waiting: dict[sequences.Sequence, _Restart] = {}  # Until the next token.
+        self._waiting: dict[sequences.Sequence, _Restart] = {}  # Runs without a token yet.
         self.adopted_pages = 0  # Total since the start.
         self.recent: RecentReports[RestartReport] = RecentReports(clock)
 

@@ -39,7 +39,7 @@ def prefill_table(worker: ModelWorker, max_model_len: int, directory: Path) -> P
     """Return the prefill table: the saved one if it is of the same machine, model and settings,
     else measured now, and saved if nothing disturbed the measurement.
     """
-    # Longer prompts are not measured, and decide nothing.
+    # Longer prompts are not measured.
     longest = min(_longest(worker, max_model_len), WARM_UP_LONGEST_TOKENS)
     # The processor time is known only for a computation in this process.
     if not isinstance(worker, Worker) or worker.settings.device != "cpu":

@@ -63,8 +63,8 @@ def pair_sum(values: Tensor) -> Tensor:
 
 
 def check_tile_products(weight: Tensor) -> None:
-    """Prove on this machine that a product of a tile gives a row the same bits wherever it stands
-    and whatever stands beside it.
+    """Prove on this machine that a row's bits in the product of a tile depend neither on its place
+    in the tile nor on the other rows.
 
     Raises:
         KvrsError: they do; exact recovery is impossible with this matrix library.

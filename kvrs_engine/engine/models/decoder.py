@@ -69,10 +69,10 @@ class Forms:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over a batch, which all layers share."""
+    """The arguments of one forward pass, shared by all layers."""
 
     step: BatchStep
-    tables: tuple[Tensor, Tensor] | None  # Of rotations.
+    tables: tuple[Tensor, Tensor] | None  # Rotary tables.
     pool: KvStore
     forms: Forms
     exchange: SumExchange

@@ -165,7 +165,7 @@ class StageConnection:
         self.on_error: Callable[[RanksLostError], object] = lambda lost: None
         self.on_change: Callable[[], object] = lambda: None
         # Called when another instance asks for a loan, and when a loan has ended. The host refuses
-        # in time what is not answered.
+        # requests that are not answered in time.
         self.on_asked: Callable[[LoanAsked], object] = lambda asked: None
         self.on_over: Callable[[int], object] = lambda loan: None
         # Called when another host offers parts of pages, and when an offer has ended.

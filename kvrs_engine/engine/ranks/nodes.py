@@ -53,7 +53,7 @@ class StageGroup(Protocol):
 
     stages: range
     layers: range
-    # Called from another thread: it computes nothing any more; something of its ranks is new.
+    # Called from another thread: the stages have ended for good; the state of ranks has changed.
     on_end: Callable[[RanksLostError], object] | None
     on_change: Callable[[], object] | None
 

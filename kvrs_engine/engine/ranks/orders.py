@@ -146,7 +146,7 @@ class StageOrders:
         change = asyncio.Event()
         self._changes.add(change)
         try:
-            with suppress(TransferError):  # Which the other task of the link finds as well.
+            with suppress(TransferError):  # The other task of the link handles the loss.
                 while True:
                     await change.wait()
                     change.clear()
