@@ -142,7 +142,7 @@ class MultiProxyCluster:
         for task in proxy._background:
             task.cancel()
         if proxy._links is not None:
-            await proxy._links.close()
+            proxy._links.close()
         for port in proxy._ports:
             port.abort()
         await proxy.close()

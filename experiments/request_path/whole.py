@@ -245,7 +245,7 @@ async def exchanges(
             cpu_ns += time.thread_time_ns() - begun_ns
             yield cpu_ns
     finally:
-        await proxy.links.close()
+        proxy.links.close()
 
 
 async def cpu_us(

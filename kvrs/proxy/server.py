@@ -273,7 +273,7 @@ class Proxy:
         if parts is not None and parts.event_log is not None:
             await parts.event_log.close()
         if self._links is not None:
-            await self._links.close()
+            self._links.close()
         if parts is not None:
             await parts.observer.close()
         self._membership = self._links = None

@@ -19,7 +19,7 @@ from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, EventSplitter, prompt_ids_of
-from kvrs.proxy.wire.upstream import Flow, Need
+from kvrs.proxy.wire.upstream import Need, Upstream
 from tests.backends.clusters import Cluster
 
 PATIENCE_S = 120.0  # Nothing here is measured: a test that waits in vain fails by this.
@@ -32,7 +32,7 @@ class Reader:
     """
 
     shortcut = None
-    flow: Flow | None = None
+    flow: Upstream | None = None
 
     def __init__(self) -> None:
         self._chunks = asyncio.Queue[bytes]()

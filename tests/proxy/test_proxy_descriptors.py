@@ -118,18 +118,18 @@ async def test_a_lack_of_descriptors_is_a_wait(build: ProxyClusterBuilder, tmp_p
 
 CALL = """
 import asyncio, resource, sys
-from kvrs.proxy.wire.peer import Peer, new_unproven_session
+from kvrs.proxy.wire.pool import Access, EngineLinks
 
 async def main():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with new_unproven_session(None) as session:
+    async with EngineLinks(Access()) as links:
         # What a look-up imports must be there.
         await asyncio.get_running_loop().getaddrinfo("localhost", 80)
         restore = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         asyncio.get_running_loop().call_later(0.3, restore)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-        async with Peer(session, sys.argv[1]).call("GET", "/healthz", None) as response:
-            print(response.status)
+        status, _ = await links.pool(sys.argv[1]).ask("/healthz", None)
+        print(status)
 
 asyncio.run(main())
 """

@@ -26,7 +26,7 @@ from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call, context_headers
 from kvrs.proxy.streams.driver import Driver, out_of_time
 from kvrs.proxy.streams.open_stream import Failed, OpenStream
-from kvrs.proxy.wire.peer import BusyError, EngineError
+from kvrs.proxy.wire.errors import BusyError, EngineError
 from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog
 

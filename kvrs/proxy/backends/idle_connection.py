@@ -5,7 +5,8 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from kvrs.process.descriptors import is_exhausted
-from kvrs.proxy.wire.peer import lost, wait_for_descriptor
+from kvrs.proxy.wire.errors import unreached
+from kvrs.proxy.wire.pool import wait_for_descriptor
 
 
 class IdleConnection:
@@ -51,7 +52,7 @@ class IdleConnection:
                 break
             except OSError as error:
                 if not is_exhausted(error):
-                    raise lost(error) from None
+                    raise unreached(error) from None
             await wait_for_descriptor()
         try:
             with suppress(ConnectionError):

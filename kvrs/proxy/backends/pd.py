@@ -4,7 +4,7 @@ and patched DistServe implement.
 
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
 from math import inf
 from typing import Any
@@ -33,17 +33,15 @@ from kvrs.protocol.openai.chunks import (
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.wire.peer import (
+from kvrs.proxy.wire.errors import (
     UNREADABLE,
-    Answer,
     BusyError,
     DeniedError,
     EngineError,
     NotANumberError,
-    Peer,
     UnusableError,
-    reports_of,
 )
+from kvrs.proxy.wire.peer import Peer
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
 
@@ -78,27 +76,12 @@ class OpenAiPeer(Peer):
     """The two calls of a stream, as OpenAI requests with `kv_transfer_params`."""
 
     def __init__(self, links: EngineLinks, url: str) -> None:
-        super().__init__(links.session, url)
+        super().__init__(links.pool(url))
         self._links = links
-        self._pool = links.pool(url)
         self._large = links.large
 
     def leave(self) -> None:
-        self._links.drop(self._pool)
-
-    async def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        assert (method == "GET") == (body is None)
-        return await self._pool.ask(path, body)
-
-    @asynccontextmanager
-    async def watch(
-        self, path: str, interval_s: float, kind: type[Answer]
-    ) -> AsyncIterator[AsyncIterator[Answer]]:
-        async with (
-            self._pool.lines(f"{path}?watch={interval_s}") as lines,
-            aclosing(reports_of(lines, kind)) as reports,
-        ):
-            yield reports
+        self._links.drop(self.pool)
 
     async def prefill(self, call: Call) -> Prefilled:
         reader = WholeReader(_MAX_PREFILL_BYTES)
@@ -116,7 +99,7 @@ class OpenAiPeer(Peer):
         return reader.body
 
     async def _complete(self, call: Call, reader: Reader) -> None:
-        pool, size_bytes = self._pool, call.size_bytes
+        pool, size_bytes = self.pool, call.size_bytes
         if size_bytes <= LARGE_BYTES:
             body = call.spend()
         else:

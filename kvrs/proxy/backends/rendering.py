@@ -7,8 +7,8 @@ import msgspec
 from kvrs.protocol.instance import TokenId
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.wire.errors import UNREADABLE, UnusableError
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.peer import UNREADABLE, UnusableError
 
 TOKENIZE = "/tokenize"
 # Fields of a chat that its prompt depends on.

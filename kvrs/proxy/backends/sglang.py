@@ -37,7 +37,7 @@ from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
 from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
 from kvrs.proxy.backends.sglang_replay import can_replay, take_replay
 from kvrs.proxy.backends.stock_peer import StockPeer
-from kvrs.proxy.wire.peer import UnusableError
+from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.requests import CHAT
 from kvrs.proxy.wire.upstream import Reader
@@ -197,7 +197,7 @@ class SglangBackend(StockPeer):
     async def _renders(self, model: str) -> bool:
         """The server renders the messages of a chat and returns their token ids."""
         fields = {"model": model, "messages": [{"role": "user", "content": "x"}]}
-        status, answer = await self._pool.ask(TOKENIZE, msgspec.json.encode(fields))
+        status, answer = await self.pool.ask(TOKENIZE, msgspec.json.encode(fields))
         try:
             return status == 200 and bool(tokenized_ids(answer))
         except UnusableError:
@@ -217,7 +217,7 @@ class SglangBackend(StockPeer):
     async def load(self) -> LoadReport:
         assert self._server is not None
         loads, page_size = await self._loads(), self._server.page_size
-        status, _ = await self._pool.ask("/ready", None)
+        status, _ = await self.pool.ask("/ready", None)
         return LoadReport(
             epoch=self._epoch,
             queued=sum(each.num_waiting_reqs for each in loads) + self._window.waiting,
@@ -236,7 +236,7 @@ class SglangBackend(StockPeer):
         """KV that this prefill server has sent, in MB; decode counts none. None: not counted, as
         without --enable-metrics.
         """
-        _, answer = await self._pool.ask("/metrics", None)
+        _, answer = await self.pool.ask("/metrics", None)
         return sum(map(float, _SENT_KV.findall(answer))) or None
 
     # Calls that serve a stream.

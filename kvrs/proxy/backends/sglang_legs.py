@@ -8,9 +8,9 @@ from typing import Any
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.sse import EventSplitter
-from kvrs.proxy.wire.upstream import Flow, Need
+from kvrs.proxy.wire.upstream import Need, Upstream
 
 _ENDS = ("length", "stop")
 
@@ -23,7 +23,7 @@ class PrefillLeg:
     shortcut = None
 
     def __init__(self, found: Callable[[int], None] | None = None) -> None:
-        self.flow: Flow | None = None
+        self.flow: Upstream | None = None
         self._found = found
         self.is_over = False
         self._splitter = EventSplitter()

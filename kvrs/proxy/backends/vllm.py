@@ -38,11 +38,11 @@ from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_rows import RowLoads
 from kvrs.proxy.backends.vllm_server import VllmServer
 from kvrs.proxy.backends.vllm_transfer import Transfer, checked
-from kvrs.proxy.wire.event_form import LacksIdsError, check_events
-from kvrs.proxy.wire.peer import (
+from kvrs.proxy.wire.errors import (
     DeniedError,
     UnusableError,
 )
+from kvrs.proxy.wire.event_form import LacksIdsError, check_events
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import EventReader, Reader
 from kvrs.proxy.wire.watchdog import awake_since_s

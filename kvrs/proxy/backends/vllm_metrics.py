@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.speculation import SpeculationReport
-from kvrs.proxy.wire.peer import UnusableError
+from kvrs.proxy.wire.errors import UnusableError
 
 # Values that are not finite count as absent.
 _NUMBER = r"[-+]?[0-9]{1,30}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?"

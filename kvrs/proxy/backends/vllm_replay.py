@@ -11,7 +11,7 @@ from kvrs.protocol.instance import REPLAY_KEY, Capability, InstanceInfo, Role
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.upstream import EventReader, Reader
 
 # Ids of any vocabulary, in an order that no model generates.

@@ -13,7 +13,7 @@ from kvrs.proxy.backends.stock_peer import StockPeer
 from kvrs.proxy.backends.vllm_identity import ProcessIdentity
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_totals import ProcessTotals
-from kvrs.proxy.wire.peer import UNREADABLE, UnusableError
+from kvrs.proxy.wire.errors import UNREADABLE, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
@@ -42,7 +42,7 @@ class VllmServer(StockPeer):
         self._meter = HandOffMeter()
 
     async def _read(self, path: str) -> bytes:
-        status, answer = await self._pool.ask(path, None)
+        status, answer = await self.pool.ask(path, None)
         if status == 200:
             return answer
         if status >= 500:
@@ -89,7 +89,7 @@ class VllmServer(StockPeer):
     async def _find_ft_path(self) -> None:
         self._ft_path = None
         for path in _FT_PATHS:
-            status, _ = await self._pool.ask(path, None)
+            status, _ = await self.pool.ask(path, None)
             if status == 200:
                 self._ft_path = path
                 return

@@ -14,7 +14,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ExitReport, RankRequest
 from kvrs.protocol.mirror import DrainOrder
 from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.errors import UNREADABLE
 
 
 class RankOrder(msgspec.Struct, frozen=True):

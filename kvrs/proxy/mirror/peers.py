@@ -31,7 +31,8 @@ from kvrs.protocol.mirror import (
 from kvrs.protocol.proof import WRONG_DOOR
 from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.mirror.records import PresentPeers
-from kvrs.proxy.wire.peer import Peer, UnusableError
+from kvrs.proxy.wire.errors import UnusableError
+from kvrs.proxy.wire.peer import Peer
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import WholeReader
 
@@ -54,8 +55,7 @@ class ProxyPeer(Peer):
     """Client of another proxy; `me` is this proxy's id."""
 
     def __init__(self, links: EngineLinks, me: str, name: str, url: str) -> None:
-        super().__init__(links.session, url)
-        self._pool = links.pool(url)
+        super().__init__(links.pool(url))
         self.id = name
         self.run: str | None = None  # Run of the peer's process; None while it does not answer.
         self.ending: str | None = None  # The peer's run that was told to end.
@@ -142,14 +142,14 @@ class ProxyPeer(Peer):
 
     async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         reader = WholeReader(MAX_BODY_BYTES)
-        upstream = await self._pool.take()
+        upstream = await self.pool.take()
         try:
-            ended = await upstream.send(self._pool.head(path, len(body)), body, reader)
+            ended = await upstream.send(self.pool.head(path, len(body)), body, reader)
             await ended
             status = upstream.status
             return status, reader.body if status == 200 else upstream.refusal
         finally:
-            self._pool.give_back(upstream)
+            self.pool.give_back(upstream)
 
 
 class Found(msgspec.Struct, frozen=True):

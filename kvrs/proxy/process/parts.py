@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
 from kvrs.config.cluster import NodeSettings
@@ -15,8 +14,8 @@ from kvrs.core.books.agent_slots import slot_share
 from kvrs.core.event_log import header_line
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
-from kvrs.net.proving import Address, address_of, agent_keys
-from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
+from kvrs.net.proving import address_of, agent_keys
+from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.tenants import Tenants
@@ -36,7 +35,6 @@ from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.capacity import Capacity
 from kvrs.proxy.wire.certificates import TlsOfPorts
-from kvrs.proxy.wire.peer import new_session
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 
@@ -46,23 +44,20 @@ class ProxyLinks:
     def __init__(self, config: Config, secret: bytes, tls: TlsOfPorts) -> None:
         self._config = config
         self._secret = secret
-        self._agent_keys: dict[Address, ScopedKey] = {}
         self.engines = new_engine_links(config, secret, tls.inner)
-        self._peers = EngineLinks(Access({}, tls.inner))
-        self._agents = new_session(self._agent_keys, tls.inner) if config.agents_run else None
+        self._beside = EngineLinks(Access({}, tls.inner))  # Agents and other proxies.
 
     @property
-    def all(self) -> list[aiohttp.ClientSession | EngineLinks]:
-        return [each for each in (self.engines, self._agents, self._peers) if each is not None]
+    def all(self) -> list[EngineLinks]:
+        return [self.engines, self._beside]
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for each in self.all:
-            await each.close()
+            each.close()
 
     def new_agent(self, node: NodeSettings) -> AgentBackend:
-        assert self._agents is not None
-        self._agent_keys.update(agent_keys(self._secret, [node]))
-        return AgentBackend(self._agents, self._config.url_of(node.agent))
+        self._beside.admit(agent_keys(self._secret, [node]))
+        return AgentBackend(self._beside.pool(self._config.url_of(node.agent)))
 
     def new_agents(self) -> dict[InstanceId, AgentBackend]:
         nodes = self._config.cluster.nodes if self._config.agents_run else []
@@ -71,13 +66,13 @@ class ProxyLinks:
     def new_peers(self, peers: Iterable[PeerSettings]) -> dict[str, ProxyPeer]:
         me = self._config.proxy.id
         urls = {peer.id: self._config.inner_url(peer.host, peer.peer_port) for peer in peers}
-        self._peers.admit(
+        self._beside.admit(
             {
                 address_of(url): scoped_key(self._secret, Scope.PROXY, name)
                 for name, url in urls.items()
             }
         )
-        return {name: ProxyPeer(self._peers, me, name, url) for name, url in urls.items()}
+        return {name: ProxyPeer(self._beside, me, name, url) for name, url in urls.items()}
 
 
 class Parts(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from typing import TypedDict
 
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.upstream import Flow, Shortcut
+from kvrs.proxy.wire.upstream import Shortcut, Upstream
 
 
 class Told(TypedDict):
@@ -46,7 +46,7 @@ class AnswerReader:
         self._delivered = delivered
         self._completed = completed
         self.silence = silence
-        self.flow: Flow | None = None
+        self.flow: Upstream | None = None
         self.shortcut: Shortcut | None = None
         self.is_complete = False
 

@@ -29,8 +29,7 @@ from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
-from kvrs.proxy.wire.exactness import is_plain_chat
-from kvrs.proxy.wire.peer import (
+from kvrs.proxy.wire.errors import (
     BusyError,
     ConnectionLostError,
     DeniedError,
@@ -38,6 +37,7 @@ from kvrs.proxy.wire.peer import (
     NotANumberError,
     NotConnectedError,
 )
+from kvrs.proxy.wire.exactness import is_plain_chat
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.replayed import ReplayedOutput
 from kvrs.proxy.streams.token_path import TokenPath
+from kvrs.proxy.wire.errors import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.event_form import EventForm
 from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import TEXT, parsed_parts
-from kvrs.proxy.wire.peer import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,

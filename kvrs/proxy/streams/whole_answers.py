@@ -23,8 +23,8 @@ from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.answer_reader import AnswerReader, Told
 from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.upstream import Need
 
 _MOST_BYTES = 64 << 20

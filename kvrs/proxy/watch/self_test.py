@@ -30,8 +30,8 @@ from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.watch.known_streams import CUT, PROMPT_IDS, SEED, TOKENS, KnownStreams
+from kvrs.proxy.wire.errors import EngineError
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.peer import EngineError
 from kvrs.proxy.wire.requests import COMPLETIONS
 from kvrs.proxy.wire.upstream import EventReader
 

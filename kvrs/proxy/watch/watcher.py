@@ -30,7 +30,7 @@ from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
-from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError
+from kvrs.proxy.wire.errors import ConnectionLostError, UnusableError
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from functools import lru_cache
 import msgspec
 
 from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.message_parts import all_parts
-from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.sse import CHOICES, PROMPT_TOKEN_IDS, TOKEN_IDS, UNFINISHED
 
 # The first string of an event is its text, or one of its two texts; a trial shows which.

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import cast
 
 from kvrs.errors import UpstreamError
-from kvrs.proxy.wire.peer import MAX_LINE_BYTES, ConnectionLostError
-from kvrs.proxy.wire.upstream import Flow, Need, Upstream
+from kvrs.proxy.wire.errors import ConnectionLostError
+from kvrs.proxy.wire.upstream import Need, Upstream
+
+_MAX_LINE_BYTES = 8 << 20
 
 
 class Lines(AsyncIterator[bytes]):
@@ -20,7 +22,7 @@ class Lines(AsyncIterator[bytes]):
     shortcut = None
 
     def __init__(self, upstream: Upstream, path: str) -> None:
-        self.flow: Flow | None = None
+        self.flow: Upstream | None = None
         self._upstream = upstream
         self._path = path
         self._lines = deque[bytes]()
@@ -30,7 +32,7 @@ class Lines(AsyncIterator[bytes]):
 
     def feed(self, data: bytes) -> Need:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
+        if len(self._rest) > _MAX_LINE_BYTES:
             raise UpstreamError("sent a report of more than 8 MiB")
         self._lines += lines
         self._wake()

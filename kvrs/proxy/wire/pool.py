@@ -6,13 +6,15 @@ at 20/s, 256 at 200/s; ranges 0.80 to 1.31).
 """
 
 import asyncio
-import os
+import logging
 import select
 import socket
 import ssl
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,24 +30,32 @@ from kvrs.process.eager_task import Signal
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import ScopedKey
+from kvrs.proxy.wire.errors import BusyError, ConnectionLostError, unproven, unreached
 from kvrs.proxy.wire.lines import Lines
-from kvrs.proxy.wire.peer import (
-    CONNECT_TIMEOUT_S,
-    KEPT_S,
-    MAX_ANSWER_BYTES,
-    ConnectionLostError,
-    NotConnectedError,
-    UnusableError,
-    connect_with_descriptor,
-    new_session,
-    new_unproven_session,
-    reason_of,
-    set_options,
-)
 from kvrs.proxy.wire.steady_reads import SteadyReads
 from kvrs.proxy.wire.upstream import Lost, Need, Upstream, WholeReader
-from kvrs.proxy.wire.watchdog import SilentError, Watchdog
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog, reset_timeout
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 1.0
+KEPT_S = 10.0  # A connection that no call uses.
+MAX_ANSWER_BYTES = 8 << 20
+_DESCRIPTOR_PAUSE_S = 0.1
+_LONGEST_DESCRIPTOR_WAIT_S = 30.0
+# Not every system names these.
+_OPTIONS = [
+    (getattr(socket, name), value)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 5000),
+    )
+    if hasattr(socket, name)
+]
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
 _MOST_LOOKS = 10  # For calls that are lost one after the other, before all of them fail.
 
@@ -61,9 +71,7 @@ class Access(msgspec.Struct, frozen=True):
 
 
 class EngineLinks:
-    """All connections to instances: a session for control calls, and a pool per instance for the
-    calls of streams.
-    """
+    """The connections to processes with one kind of access: a pool for each."""
 
     def __init__(self, access: Access, coalesce_s: float = 0.0) -> None:
         """`coalesce_s`: the tick at which steady streams are read; 0: each as its bytes come."""
@@ -74,11 +82,6 @@ class EngineLinks:
         is_steady = coalesce_s > 0 and hasattr(select, "epoll")
         self._steady = SteadyReads(coalesce_s) if is_steady else None
         self.large = LargeWork()  # Of whatever is sent and received here.
-        self.session = (
-            new_unproven_session(access.token)
-            if access.keys is None
-            else new_session(access.keys, access.tls)
-        )
 
     def admit(self, keys: Keys) -> None:
         """Further processes that may be connected to."""
@@ -94,18 +97,17 @@ class EngineLinks:
         self._pools.remove(pool)
         pool.close()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for pool in self._pools:
             pool.close()
         if self._steady is not None:
             self._steady.close()
-        await self.session.close()
 
     async def __aenter__(self) -> "EngineLinks":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        self.close()
 
 
 class Pool:
@@ -115,7 +117,7 @@ class Pool:
         parsed = urlsplit(url)
         self._access = access
         self._steady = steady
-        self._url, self._address = url, address_of(url)
+        self.url, self._address = url, address_of(url)
         self._host, self._port = parsed.hostname or "", parsed.port or 80
         self._is_numeric = is_numeric(self._host)
         self._is_tls = parsed.scheme == "https"
@@ -167,7 +169,7 @@ class Pool:
         Raises:
             UpstreamError: there is no connection.
         """
-        upstream = await connect_with_descriptor(partial(self._connect, _fail_now), self._url)
+        upstream = await connect_with_descriptor(partial(self._connect, _fail_now), self.url)
         try:
             lines = Lines(upstream, path)
             lines.until(await upstream.send((self._get % path).encode(), b"", lines))
@@ -187,7 +189,7 @@ class Pool:
             upstream, _ = self._kept.popitem()
             if not upstream.transport.is_closing():
                 return upstream
-        return await connect_with_descriptor(partial(self._connect, self._forget), self._url)
+        return await connect_with_descriptor(partial(self._connect, self._forget), self.url)
 
     def give_back(self, upstream: Upstream) -> None:
         if not upstream.leave():
@@ -265,11 +267,11 @@ class Pool:
                     watchdog.heard()
                     upstream.proof = await _proved(transport, greeter)
         except SilentError:
-            raise _unreached(TimeoutError()) from None
+            raise unreached(TimeoutError()) from None
         except OSError as error:
             if is_exhausted(error):
                 return None
-            raise _unreached(error) from None
+            raise unreached(error) from None
         # The greeter is replaced before the loop runs again.
         transport.set_protocol(upstream)
         upstream.connection_made(transport)
@@ -280,7 +282,7 @@ class Pool:
             return None
         key = self._access.keys.get(self._address)
         if key is None:
-            raise _unproven("no process of the cluster has this address")
+            raise unproven("no process of the cluster has this address")
         return key
 
     async def _open(
@@ -311,7 +313,7 @@ class Pool:
                 if not hosts:
                     raise
             else:
-                set_options(transport.get_extra_info("socket"))
+                _set_options(transport.get_extra_info("socket"))
                 return transport, protocol
 
     async def _hosts(self, loop: asyncio.AbstractEventLoop) -> list[str]:
@@ -338,29 +340,41 @@ async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> b
         return await greeter.proved
     except ProofError as error:
         transport.abort()
-        raise _unproven(str(error)) from None
+        raise unproven(str(error)) from None
     except BaseException:
         transport.abort()
         raise
 
 
-def _unproven(cause: str) -> UnusableError:
-    return UnusableError(f"it did not prove its identity: {cause}")
+def _set_options(sock: socket.socket) -> None:
+    """Have the socket detect a peer that vanished without closing its connections. (That small
+    writes go out at once, each event loop has set.)
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _OPTIONS:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _unreached(error: OSError) -> UpstreamError:
-    """Without the address: clients read why their streams ended."""
-    if isinstance(error, TimeoutError) and error.errno is None:
-        return ConnectionLostError("connection lost: no connection in time")
-    match error:
-        case ssl.SSLCertVerificationError():
-            cause = f"its certificate is refused: {reason_of(error)}"
-        case ssl.SSLError():
-            cause = f"no TLS: {reason_of(error)}"
-        case socket.gaierror():
-            cause = "its host name has no address"
-        case OSError(errno=int(number)) if number > 0:
-            cause = os.strerror(number)
-        case _:
-            cause = type(error).__name__
-    return NotConnectedError(f"connection lost: {cause}")
+async def connect_with_descriptor(connect: Callable[[], Awaitable[T | None]], url: str) -> T:
+    """Call `connect` until there is a descriptor for it: without one it returns None.
+
+    Raises:
+        BusyError: there was none for too long.
+    """
+    made = await connect()
+    if made is None:
+        log.warning("waits for a descriptor to connect with", extra={"url": url})
+    until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
+    while made is None:
+        if time.monotonic() > until_s:
+            # As if the other side were busy: it is not to blame, and the stream may wait on.
+            raise BusyError("the proxy has no descriptor to connect with", 503, None)
+        await wait_for_descriptor()
+        made = await connect()
+    return made
+
+
+async def wait_for_descriptor() -> None:
+    """Wait a moment for connections of others to end, which is no silence of the other side."""
+    await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
+    reset_timeout()

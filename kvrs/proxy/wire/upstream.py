@@ -13,6 +13,7 @@ from typing import Protocol, assert_never, cast
 
 from kvrs.errors import UpstreamError
 from kvrs.process.eager_task import Signal
+from kvrs.proxy.wire.errors import ConnectionLostError, UnusableError
 from kvrs.proxy.wire.http_response import (
     BrokenBody,
     Fault,
@@ -20,11 +21,11 @@ from kvrs.proxy.wire.http_response import (
     NotHttp,
     end_of_chunk,
 )
-from kvrs.proxy.wire.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.sse import EventSplitter
 from kvrs.proxy.wire.steady_reads import SteadyReads
 
 _MAX_REFUSAL_BYTES = 8 << 20
+_LARGE_BODY_BYTES = 256 << 10  # Sent in pieces, so that other tasks run in between.
 _READ_BYTES = 8 << 10  # Bytes read of a steady stream at a time.
 _FEW_BYTES = 64  # Fewer bytes than a token's event: the end of a stream.
 
@@ -37,13 +38,6 @@ class Need(Enum):
     NOTHING = "nothing"
 
 
-class Flow(Protocol):
-    """The source of a response's bytes."""
-
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-
-
 # Takes whole chunks from the start of a read; returns the rest.
 Shortcut = Callable[[bytes], bytes]
 
@@ -51,7 +45,7 @@ Shortcut = Callable[[bytes], bytes]
 class Reader(Protocol):
     """The destination of a response's bytes."""
 
-    flow: Flow | None  # Source of the bytes, once the request is sent.
+    flow: "Upstream | None"  # Source of the bytes, once the request is sent.
 
     @property
     def shortcut(self) -> Shortcut | None:
@@ -68,7 +62,7 @@ class WholeReader:
     max_bytes: int
     size_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
-    flow: Flow | None = None
+    flow: "Upstream | None" = None
 
     shortcut = None
 
@@ -90,7 +84,7 @@ class EventReader:
 
     payloads: list[bytes] = field(default_factory=list)
     splitter: EventSplitter = field(default_factory=EventSplitter)
-    flow: Flow | None = None
+    flow: "Upstream | None" = None
 
     shortcut = None
 
@@ -151,15 +145,15 @@ class Upstream(asyncio.Protocol):
         ended: Signal[Need] = Signal(loop=self._loop)
         self._ended, reader.flow = ended, self
         head, self.proof = self.proof + head, b""
-        if len(body) <= LARGE_BODY_BYTES:
+        if len(body) <= _LARGE_BODY_BYTES:
             self.transport.write(head + body)
             return ended
         self._is_sent = False
         self.transport.write(head)
         rest = memoryview(body)
         while rest and not self.transport.is_closing() and not ended.done():
-            self.transport.write(bytes(rest[:LARGE_BODY_BYTES]))
-            rest = rest[LARGE_BODY_BYTES:]
+            self.transport.write(bytes(rest[:_LARGE_BODY_BYTES]))
+            rest = rest[_LARGE_BODY_BYTES:]
             if self._room is None:
                 await asyncio.sleep(0)
             else:

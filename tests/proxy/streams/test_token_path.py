@@ -110,7 +110,7 @@ class Way:
             delivered=self.delivered,
             exact=not is_plain,
         )
-        self.relay.flow = self
+        self.relay.flow = cast(Any, self)
         self._response = HttpResponse(loop)
         self._response.feed(HEAD)
 

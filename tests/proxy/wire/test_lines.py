@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvrs.errors import UpstreamError
-from kvrs.proxy.wire.peer import ConnectionLostError
+from kvrs.proxy.wire.errors import ConnectionLostError
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

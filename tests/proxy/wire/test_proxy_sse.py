@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -27,9 +28,9 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.clients import SseClient, TakeToken
 from kvrs.proxy.streams.continuation import EngineText
 from kvrs.proxy.streams.relay import Relay
+from kvrs.proxy.wire.errors import NotANumberError
 from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.peer import NotANumberError
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
@@ -399,7 +400,7 @@ def test_a_client_that_does_not_read_stops_the_engines_bytes_until_it_does() -> 
     copier = Relay(
         journal, Slow(), 1, clock=lambda: 0.0, resumed=lambda: None, delivered=Delivered()
     )
-    copier.flow = tap
+    copier.flow = cast(Any, tap)
     copier.feed(sse(event("a", [1])))
     said = list(tap.said)
     waiting[0]()

@@ -11,7 +11,7 @@ import pytest
 from kvrs.errors import UpstreamError
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
 from kvrs.proxy.wire.steady_reads import LEAST_STREAMS, SteadyReads
-from kvrs.proxy.wire.upstream import Flow, Need, Upstream
+from kvrs.proxy.wire.upstream import Need, Upstream
 
 pytestmark = pytest.mark.network
 
@@ -30,7 +30,7 @@ class Tokens:
 
     def __init__(self) -> None:
         self.data = b""
-        self.flow: Flow | None = None
+        self.flow: Upstream | None = None
         self.short = 0  # Reads that took the shortcut.
         self.pauses_at: int | None = None
 

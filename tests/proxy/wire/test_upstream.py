@@ -19,15 +19,14 @@ from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.wire import pool as pools
-from kvrs.proxy.wire.peer import (
-    CONNECT_TIMEOUT_S,
+from kvrs.proxy.wire.errors import (
     BusyError,
     ConnectionLostError,
     NotConnectedError,
     UnusableError,
 )
-from kvrs.proxy.wire.pool import Access, EngineLinks
-from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
+from kvrs.proxy.wire.pool import CONNECT_TIMEOUT_S, Access, EngineLinks
+from kvrs.proxy.wire.upstream import Need, Shortcut, Upstream
 from kvrs_testkit.memory_loop import MemoryLoop
 from kvrs_testkit.proxy_cluster import WITHIN_S
 
@@ -79,7 +78,7 @@ class Gathering:
         self.pauses = False
         self.fault: Exception | None = None
         self.data = b""
-        self.flow: Flow | None = None
+        self.flow: Upstream | None = None
         self.begun = asyncio.Event()
 
     def feed(self, data: bytes) -> Need:
@@ -262,7 +261,7 @@ async def test_a_connection_notices_a_peer_that_vanished() -> None:
     """Its host may be gone without a reset, while nothing is sent."""
     async with serving(Instance([WHOLE], holds=True)) as backend:
         await backend.decode(call(), Gathering())
-        upstream = await backend._pool.take()
+        upstream = await backend.pool.take()
         sock = upstream.transport.get_extra_info("socket")
 
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

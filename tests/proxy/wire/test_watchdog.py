@@ -8,8 +8,10 @@ import pytest
 
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import LeaseUpdate
-from kvrs.proxy.wire import peer, watchdog
-from kvrs.proxy.wire.peer import Peer, new_unproven_session
+from kvrs.proxy.wire import pool, watchdog
+from kvrs.proxy.wire.errors import BusyError, ConnectionLostError
+from kvrs.proxy.wire.peer import Peer
+from kvrs.proxy.wire.pool import Access, Pool
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, _TimerWheel, reset_timeout
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
@@ -193,22 +195,26 @@ def test_a_small_call_that_is_not_answered_fails_after_two_seconds() -> None:
     """A completion may take longer."""
 
     async def unanswered() -> float:
-        session = SimpleNamespace(request=lambda *_, **__: asyncio.Event().wait())
+        asked = SimpleNamespace(ask=lambda *_: asyncio.Event().wait())
         with pytest.raises(UpstreamError, match=r"no answer to /kvrs/v1/leases within 2\.0 s"):
-            await Peer(cast(Any, session), "http://d0").leases(LeaseUpdate(1.0))
+            await Peer(cast(Any, asked)).leases(LeaseUpdate(1.0))
         return virtual_loop().time()
 
     assert run_virtually(unanswered()) == pytest.approx(2.0)
 
 
-def test_a_connection_is_waited_for_for_a_second() -> None:
+def test_a_connection_is_waited_for_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is gone does not refuse it."""
 
-    async def timeout() -> float | None:
-        async with new_unproven_session(None) as session:
-            return session.timeout.sock_connect
+    async def waits() -> float:
+        monkeypatch.setattr(
+            virtual_loop(), "create_connection", lambda *_, **__: asyncio.Event().wait()
+        )
+        with pytest.raises(ConnectionLostError, match="no connection in time"):
+            await Pool(Access(), "http://127.0.0.1:1").take()
+        return virtual_loop().time()
 
-    assert run_virtually(timeout()) == 1.0
+    assert run_virtually(waits()) == pytest.approx(1.0)
 
 
 def test_a_call_waits_30_s_for_a_descriptor_and_looks_ten_times_a_second(
@@ -221,9 +227,9 @@ def test_a_call_waits_30_s_for_a_descriptor_and_looks_ten_times_a_second(
         tries_s.append(virtual_loop().time())
 
     async def waits() -> None:
-        monkeypatch.setattr(peer, "time", SimpleNamespace(monotonic=virtual_loop().time))
-        with pytest.raises(peer.BusyError):
-            await peer.connect_with_descriptor(connect, "http://d0")
+        monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=virtual_loop().time))
+        with pytest.raises(BusyError):
+            await pool.connect_with_descriptor(connect, "http://d0")
 
     run_virtually(waits())
 

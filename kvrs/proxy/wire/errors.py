@@ -1,0 +1,92 @@
+"""Ends of a call to another process that are no answer; each is an `UpstreamError`."""
+
+import os
+import socket
+import ssl
+
+import msgspec
+
+from kvrs.errors import UpstreamError
+
+# Everything that msgspec raises at bytes of another form.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class ConnectionLostError(UpstreamError):
+    """The connection was lost or refused; the process may be dead."""
+
+    has_waited = False  # For the news that the whole process is gone.
+
+
+class NotConnectedError(ConnectionLostError):
+    """The process took no connection: it is dead or has no room, and has seen no request."""
+
+
+class BusyError(UpstreamError):
+    """The process answers that it has no room for the request now."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(UpstreamError):
+    """The engine answers the request with an error: with a status, or in the stream. `body`: its
+    message in OpenAI's form, for the client if the request is the cause.
+    """
+
+    def __init__(self, cause: str, status: int, body: bytes) -> None:
+        super().__init__(cause)
+        self.status = status
+        self.body = body
+
+
+class NotANumberError(UpstreamError):
+    """The engine finds that the logits of this stream are no numbers."""
+
+
+class UnusableError(UpstreamError):
+    """The process answers and must not be used: another server, version or secret."""
+
+
+class DeniedError(UnusableError):
+    """A request of a stream got 401 or 403: the process, or a gateway in front of it, does not take
+    this proxy's key, or has something against this one request.
+    """
+
+    def __init__(self, status: int, cause: str, body: bytes) -> None:
+        super().__init__(
+            f"HTTP {status} to a completion, by itself or a gateway in front of it: {cause}"
+        )
+        self.status = status
+        self.body = body  # In OpenAI's form.
+
+
+def unproven(cause: str) -> UnusableError:
+    return UnusableError(f"it did not prove its identity: {cause}")
+
+
+def unreached(error: OSError) -> UpstreamError:
+    """The error of a connection that was not made, without the address: clients read why their
+    streams ended.
+    """
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return ConnectionLostError("connection lost: no connection in time")
+    match error:
+        case ssl.SSLCertVerificationError():
+            cause = f"its certificate is refused: {_reason_of(error)}"
+        case ssl.SSLError():
+            cause = f"no TLS: {_reason_of(error)}"
+        case socket.gaierror():
+            cause = "its host name has no address"
+        case OSError(errno=int(number)) if number > 0:
+            cause = os.strerror(number)
+        case _:
+            cause = type(error).__name__
+    return NotConnectedError(f"connection lost: {cause}")
+
+
+def _reason_of(error: ssl.SSLError) -> str:
+    """Without file names and line numbers of OpenSSL."""
+    return str(getattr(error, "verify_message", None) or error.reason or error)
