@@ -1,5 +1,7 @@
 """Which connection of a crowded port makes room for a new one."""
 
+from collections.abc import Callable
+
 from kvrs.net.connections import ConnectionLimits, Connections, PortConnection
 from kvrs.protocol.secrets import Scope
 
@@ -16,6 +18,9 @@ class Client(PortConnection):
         super().__init__(set())
         self.name, self.closed = name, closed
         self.address, self.scope, self.idle_since_s = address, scope, idle_since_s
+
+    def reserve(self, address: str, abort: Callable[[], object]) -> bool:
+        raise AssertionError("no limit reserves")
 
     def abort(self) -> None:
         self.closed.append(self.name)

@@ -17,10 +17,11 @@ import msgspec
 
 from kvrs.config.file import ADMIN_ENV_NAME, Config, read_admin_tokens
 from kvrs.config.settings import netloc
+from kvrs.config.tls import TlsSettings
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.net.origins import has_origin
 from kvrs.net.proving import Address, ProvingConnector, UnprovenError, address_of
-from kvrs.net.tls import CertificateFiles, Certificates, pinned_client
+from kvrs.net.tls import Certificates, pinned_client
 from kvrs.protocol.fault_orders import FaultRequest
 from kvrs.protocol.instance import ExitReport
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
@@ -55,7 +56,7 @@ class AdminClient:
     """Client of a proxy's admin port with a new connection per call; calls block."""
 
     def __init__(
-        self, url: str, token: bytes | None = None, tls: CertificateFiles | None = None
+        self, url: str, token: bytes | None = None, tls: TlsSettings | None = None
     ) -> None:
         """`tls`: the port's own files, for an https:// URL; None: trust the CAs of the system, or
         of SSL_CERT_FILE.

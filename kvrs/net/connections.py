@@ -48,6 +48,12 @@ class PortConnection(asyncio.Protocol, ABC):
         self.watches = watches
 
     @abstractmethod
+    def reserve(self, address: str, abort: Callable[[], object]) -> bool:
+        """Count it before its hand-shake, until `connection_lost`; False: it is refused. `abort`
+        ends it as long as it has no transport.
+        """
+
+    @abstractmethod
     def abort(self) -> None:
         """Close the connection at once."""
 

@@ -33,7 +33,7 @@ from kvrs.net.routes import (
     retry_after,
     written,
 )
-from kvrs.net.tls import Certificates, CountedProtocol, TlsServer, bind
+from kvrs.net.tls import Certificates, TlsServer, bind
 from kvrs.process.eager_task import EagerTask
 from kvrs.process.large_work import LARGE_BYTES
 from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
@@ -192,7 +192,7 @@ class HttpServer:
 async def listen(
     host: str,
     port: int,
-    make: Callable[[], CountedProtocol],
+    make: Callable[[], PortConnection],
     tls: Certificates | None,
     *,
     shared: bool,
@@ -202,9 +202,8 @@ async def listen(
         sockets = await bind(host, port, _BACKLOG, shared=shared)
         in_plain = partial(written, refused(_TLS_ONLY, {}), keeps_open=False)
         return TlsServer(sockets, tls, make, HEAD_S, in_plain)
-    protocol = cast(Callable[[], asyncio.Protocol], make)
     loop = asyncio.get_running_loop()
-    return await loop.create_server(protocol, host, port, backlog=_BACKLOG, reuse_port=shared)
+    return await loop.create_server(make, host, port, backlog=_BACKLOG, reuse_port=shared)
 
 
 class HttpConnection(PortConnection):

@@ -14,12 +14,14 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
+from kvrs.config.tls import TlsSettings
 from kvrs.errors import ConfigError
+from kvrs.net.connections import PortConnection
 from kvrs.process.private_files import fault_of_mode
 
 log = logging.getLogger(__name__)
@@ -50,21 +52,12 @@ class _ServerContext(ssl.SSLContext):
         return made
 
 
-class CertificateFiles(Protocol):
-    @property
-    def cert(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def client_ca(self) -> str | None: ...
-
-
 class Certificates:
     """Contexts for new connections, made of the files of one section. `client` is for connections
     within the cluster, where both ends use one CA.
     """
 
-    def __init__(self, section: str, files: CertificateFiles) -> None:
+    def __init__(self, section: str, files: TlsSettings) -> None:
         """Raises ConfigError: a file cannot be used."""
         self._section = section
         self._files = files
@@ -174,7 +167,7 @@ class Certificates:
         return ConfigError(f"{self._section}.{name}: {file}: {cause}")
 
 
-def load_certificates(section: str, files: CertificateFiles | None) -> Certificates | None:
+def load_certificates(section: str, files: TlsSettings | None) -> Certificates | None:
     """Raises ConfigError: a file cannot be used."""
     return None if files is None else Certificates(section, files)
 
@@ -205,7 +198,7 @@ def pinned_context(cert: str) -> ssl.SSLContext:
     return context
 
 
-def pinned_client(files: CertificateFiles) -> ssl.SSLContext:
+def pinned_client(files: TlsSettings) -> ssl.SSLContext:
     """Context for connections to a server with these files. It can present the server's own
     certificate, if the server requires one.
 
@@ -235,14 +228,6 @@ def hand_shake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -
     return str(found["notAfter"]) if found else ""
 
 
-class CountedProtocol(Protocol):
-    """Protocol of a connection that is counted before its hand-shake."""
-
-    def reserve(self, address: str, abort: Callable[[], object]) -> bool: ...
-    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
-    def connection_lost(self, exc: BaseException | None) -> None: ...
-
-
 class TlsServer:
     """Listening sockets whose connections begin with a hand-shake, within a time limit. Clients
     that speak plain HTTP get an answer that says so.
@@ -252,7 +237,7 @@ class TlsServer:
         self,
         sockets: Sequence[socket.socket],
         certificates: Certificates,
-        make: Callable[[], CountedProtocol],
+        make: Callable[[], PortConnection],
         timeout_s: float,
         in_plain: Callable[[], bytes],
     ) -> None:
@@ -303,14 +288,14 @@ class TlsServer:
         guest.connection_lost(None)
         sock.close()
 
-    async def _hand_shake(self, sock: socket.socket, guest: CountedProtocol) -> bool:
+    async def _hand_shake(self, sock: socket.socket, guest: PortConnection) -> bool:
         """Shake hands; False: the client does not speak TLS, and was answered."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._timeout_s):
             first = await _first_byte(sock)
             if first == _HANDSHAKE:
                 await loop.connect_accepted_socket(
-                    lambda: cast(asyncio.Protocol, guest),
+                    lambda: guest,
                     sock,
                     ssl=self._certificates.server,
                     ssl_handshake_timeout=self._timeout_s,
