@@ -5,10 +5,7 @@ cluster's secret, and stores pages where there is a sink.
 import asyncio
 import logging
 import socket
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from kvrs.config.transfer import TransferSettings
@@ -18,6 +15,7 @@ from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
 from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
 from kvrs.protocol.session import SESSION_MAC_BYTES, Session
+from kvrs.transfer.accepting import HANDSHAKE_TIMEOUT_S, AcceptLoop, listening
 from kvrs.transfer.handshake import admit
 from kvrs.transfer.lending import LentFile
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
@@ -31,20 +29,9 @@ from kvrs.transfer.peers import (
 )
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.shared_memory.passing import foreign_user, listen_in, remove_in
-from kvrs.transfer.stream import Filling, SocketStream, page_socket, readable
+from kvrs.transfer.stream import Filling, SocketStream
 
 log = logging.getLogger(__name__)
-
-MAX_CONNECTIONS = 256  # Of peers.
-# How many connections may be in their hand-shake. For one more the oldest of the address that has
-# most of them is closed, after a time in which every peer's hand-shake is over.
-MAX_HANDSHAKES = 256
-HANDSHAKE_GRACE_S = 0.5
-HANDSHAKE_TIMEOUT_S = 5.0
-_BACKLOG = 512
-
-# File descriptors ran out: others must be closed before accepting makes sense again.
-_ACCEPT_PAUSE_S = 0.1
 
 _PROBE_PIECE = bytes(1 << 16)
 
@@ -67,12 +54,7 @@ class PageServer:
         self._links = links
         self._sink: PageSink | None = None  # None: nothing can be stored here.
         self._lent_at: tuple[Path, str] | None = None  # Directory and name of a socket.
-        # By what accepts on each.
-        self._listeners: dict[asyncio.Task[None], socket.socket] = {}
-        self._connections: set[asyncio.Task[None]] = set()
-        # Connections in their hand-shake, the oldest first: address and start.
-        self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
-        self._handshake_over = asyncio.Event()
+        self._accepting = AcceptLoop(self._serve)
 
     @property
     def faults(self) -> SendingFaults:
@@ -85,16 +67,8 @@ class PageServer:
         Raises:
             OSError: the address cannot be had.
         """
-        assert not self._listeners, "started twice"
-        listener = page_socket(host)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-        self._listen(listener)
+        listener = listening(host, port)
+        self._accepting.listen(listener)
         return int(listener.getsockname()[1])
 
     def lend(self, directory: Path, name: str = PAGES_SOCKET) -> None:
@@ -106,81 +80,24 @@ class PageServer:
         listener = listen_in(directory, name, socket.SOCK_STREAM)
         listener.setblocking(False)
         self._lent_at = directory, name
-        self._listen(listener)
+        self._accepting.listen(listener)
 
     def keep(self, sink: PageSink) -> None:
         """Store there what peers send, from now on."""
         self._sink = sink
 
-    def _listen(self, listener: socket.socket) -> None:
-        self._listeners[asyncio.create_task(self._accept(listener))] = listener
-
     async def close(self) -> None:
         """Stop listening and cut every connection; all pages are unpinned when this returns."""
-        tasks = [*self._connections, *self._listeners]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for listener in self._listeners.values():
-            listener.close()
+        await self._accepting.close()
         if self._lent_at is not None:
             remove_in(*self._lent_at)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            # After a failure dozens of peers connect at the same moment: they wait, and none is
-            # refused.
-            await readable(listener, None)
-            await self._make_room()
-            sock, address = await _accepted(listener)
-            # Nothing is awaited until the connection has its task, which closes it.
-            if len(self._connections) - len(self._strangers) >= MAX_CONNECTIONS:
-                sock.close()
-                continue
-            task = asyncio.create_task(self._serve(sock))
-            self._connections.add(task)
-            self._strangers[task] = address, asyncio.get_running_loop().time()
-            task.add_done_callback(partial(self._finished, sock))
-
-    async def _make_room(self) -> None:
-        """Wait until one more connection may be in its hand-shake."""
-        while len(self._strangers) >= MAX_HANDSHAKES:
-            counts = Counter(address for address, _ in self._strangers.values())
-            ((crowd, _),) = counts.most_common(1)
-            oldest, since_s = next(
-                (task, since_s)
-                for task, (address, since_s) in self._strangers.items()
-                if address == crowd
-            )
-            left_s = since_s + HANDSHAKE_GRACE_S - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                del self._strangers[oldest]
-                oldest.cancel()
-                continue
-            self._handshake_over.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._handshake_over.wait()
-
-    def _no_stranger(self, task: asyncio.Task[None] | None) -> None:
-        assert task is not None
-        self._strangers.pop(task, None)
-        self._handshake_over.set()
-
-    def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        # Here and not in the task, which may have been cancelled before it ran at all.
-        sock.close()
-        self._connections.discard(task)
-        self._no_stranger(task)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            log.error("page connection closed by a bug", exc_info=bug)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
             if sock.family == socket.AF_UNIX and (reason := foreign_user(sock)):
                 raise TransferError(reason)
             own, client, stream = await self._shake_hands(sock)
-            self._no_stranger(asyncio.current_task())
+            self._accepting.proven()
             lent = None
             if sock.family == socket.AF_UNIX:
                 lent = LentFile(stream, self._source)
@@ -252,20 +169,6 @@ class PageServer:
             store = frames.decode_store(body)
             held = await _receive_ranges(stream, self._sink, store.ranges, page_bytes)
             await _send_held(stream, store.request_id, held)
-
-
-async def _accepted(listener: socket.socket) -> tuple[socket.socket, str]:
-    """The next connection and its address; after a cancellation none was accepted."""
-    while True:
-        try:
-            await readable(listener, None)
-            sock, address = listener.accept()
-            return sock, str(address[0]) if address else "this host"
-        except BlockingIOError:
-            continue  # The client left before it was accepted.
-        except OSError as error:
-            log.warning("cannot accept a page connection: %s", error)
-            await asyncio.sleep(_ACCEPT_PAUSE_S)
 
 
 async def _send_held(stream: SocketStream, request_id: int, held: Sequence[HeldPages]) -> None:

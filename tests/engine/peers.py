@@ -138,7 +138,7 @@ async def peer_engines(models: Sequence[Path], **engine: Any) -> AsyncIterator[l
 
 
 def _introduce(one: EngineInstance, other: EngineInstance) -> None:
-    (listener,) = other.port.server._listeners.values()
+    (listener,) = other.port.server._accepting._listeners.values()
     one.registry[other.settings.id] = replace(
         one.registry[other.settings.id], port=listener.getsockname()[1]
     )

@@ -28,6 +28,7 @@ from kvrs.protocol.proof import END, NONCE_BYTES, ServerProof
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer import accepting
 from kvrs.transfer.handshake import admit, introduce, key_of
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PinnedPages, PullResult
@@ -189,7 +190,7 @@ async def test_handshakes_take_a_bounded_number_of_connections_and_none_of_the_p
     """For one more connection the oldest is closed that is in its hand-shake; established peers are
     served all the same.
     """
-    monkeypatch.setattr(server_module, "MAX_HANDSHAKES", 8)
+    monkeypatch.setattr(accepting, "MAX_STRANGERS", 8)
     loop = asyncio.get_running_loop()
     async with serving() as port, pulling() as puller:
         await pull(puller, port)
@@ -232,10 +233,10 @@ async def test_peers_that_come_in_the_same_moment_are_all_served(
     """After a failure every victim fetches its pages from one agent: more than may be in their
     hand-shake at a time.
     """
-    monkeypatch.setattr(server_module, "MAX_HANDSHAKES", 32)
+    monkeypatch.setattr(accepting, "MAX_STRANGERS", 32)
     async with serving() as port, pulling() as puller:
         results = await asyncio.gather(
-            *(pull(puller, port) for _ in range(3 * server_module.MAX_HANDSHAKES))
+            *(pull(puller, port) for _ in range(3 * accepting.MAX_STRANGERS))
         )
 
     assert {(result.full_pages, result.error) for result in results} == {(1, None)}

@@ -37,12 +37,12 @@ from kvrs.process.garbage import collect_nothing_yet, keep_what_is_there
 from kvrs.process.logs import log_to_stderr
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.secrets import Scope
+from kvrs.transfer.accepting import HANDSHAKE_TIMEOUT_S, AcceptLoop, listening
 from kvrs.transfer.handshake import admit
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.send_faults import SendingFaults
-from kvrs.transfer.server import HANDSHAKE_TIMEOUT_S
-from kvrs.transfer.stream import SocketStream, page_socket
+from kvrs.transfer.stream import SocketStream
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.reading import reading_of
 from kvrs_engine.engine.ranks.connection import StageAt
@@ -65,8 +65,6 @@ from kvrs_engine.scheduling.pace import Pace
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 64
-_MAX_STRANGERS = 32  # Limit of connections in their hand-shake; the oldest is closed.
 _EPOCH = 1  # The epoch of every host, which is not used.
 
 
@@ -117,8 +115,7 @@ class StageHost:
             facts_digest(model, settings, layout),
             geometry_of(model, settings).page_bytes,
         )
-        self._strangers: list[asyncio.Task[None]] = []  # Tasks of hand-shakes, the oldest first.
-        self._connections: set[asyncio.Task[None]] = set()
+        self._accepting = AcceptLoop(self._serve_one, self._failed)
         others = [each for _, each in config.cluster.donors(instance_id)]
         self._sessions = StageSessions(instance_id, settings.pages, [each.id for each in others])
         self._is_stopping = False
@@ -171,18 +168,11 @@ class StageHost:
         stopping = asyncio.create_task(self._stopped(stop))
         at_once_too = asyncio.create_task((at_once or asyncio.Event()).wait())
         try:
-            with page_socket(host) as listener:
-                with naming_port(f"instance {self._instance.id}", "stage_hosts", host, port):
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    listener.bind((host, port))
-                    listener.listen(_BACKLOG)
-                accepting = asyncio.create_task(self._accept(listener))
-                self._connections.add(accepting)
-                ready()
-                ends: list[asyncio.Future[Any]] = [stopping, at_once_too, accepting, self._end]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if accepting.done():
-                accepting.result()
+            with naming_port(f"instance {self._instance.id}", "stage_hosts", host, port):
+                self._accepting.listen(listening(host, port))
+            ready()
+            ends: list[asyncio.Future[Any]] = [stopping, at_once_too, self._end]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._end.done():
                 await self._tell(self._end.result())
                 raise self._end.result()
@@ -190,9 +180,7 @@ class StageHost:
             stopping.cancel()
             at_once_too.cancel()
             self.group.end()
-            for task in self._connections:
-                task.cancel()
-            await asyncio.gather(*self._connections, return_exceptions=True)
+            await self._accepting.close()
             self._sender.close()
             self.group.close()
             self._orders.close()
@@ -210,30 +198,12 @@ class StageHost:
         if isinstance(error, RanksLostError):
             await self._sessions.tell_all(StageLost(list(error.ranks), error.reason))
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            sock, _ = await loop.sock_accept(listener)
-            if self._is_stopping:
-                sock.close()  # Clients then wait for the next host.
-                continue
-            if len(self._strangers) >= _MAX_STRANGERS:
-                self._strangers.pop(0).cancel()
-            task = asyncio.create_task(self._serve_one(sock))
-            self._strangers.append(task)
-            self._connections.add(task)
-            task.add_done_callback(partial(self._closed, sock))
-
-    def _closed(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
-        sock.close()
-        self._connections.discard(task)
-        if task in self._strangers:
-            self._strangers.remove(task)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._finish(KvrsError(f"a connection ended in a bug: {bug!r}"))
-            log.error("connection of a stage closed by a bug", exc_info=bug)
+    def _failed(self, bug: BaseException) -> None:
+        self._finish(KvrsError(f"a connection ended in a bug: {bug!r}"))
 
     async def _serve_one(self, sock: socket.socket) -> None:
+        if self._is_stopping:
+            return  # Clients then wait for the next host.
         stream = SocketStream(sock, self._stall_timeout_s)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -245,10 +215,7 @@ class StageHost:
         except (TransferError, TimeoutError, OSError) as error:
             log.warning("connection of a stage refused", extra={"cause": str(error)})
             return
-        task = asyncio.current_task()
-        assert task is not None
-        if task in self._strangers:
-            self._strangers.remove(task)
+        self._accepting.proven()
         try:
             await self._serve_link(link, client, begin)
         except RanksLostError as lost:

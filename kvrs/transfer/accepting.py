@@ -1,0 +1,141 @@
+"""The accept loop of page ports and stages' hosts, with bounds on peers and on strangers."""
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from kvrs.transfer.stream import page_socket, readable
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+# How many connections may be in their hand-shake. For one more the oldest of the address that has
+# most of them is closed, after a time in which every peer's hand-shake is over.
+MAX_STRANGERS = 256
+_GRACE_S = 0.5
+HANDSHAKE_TIMEOUT_S = 5.0
+_BACKLOG = 512
+
+# File descriptors ran out: others must be closed before accepting makes sense again.
+_PAUSE_S = 0.1
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError: the address cannot be had."""
+    listener = page_socket(host)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class AcceptLoop:
+    """Serves each connection in a task of its own, which closes it and may end at any error of its
+    peer.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
+        failed: Callable[[BaseException], None] = lambda bug: None,
+    ) -> None:
+        """`serve` calls `proven` once the hand-shake of its connection is over; `failed` is told of
+        a bug in it.
+        """
+        self._serve, self._failed = serve, failed
+        self._listeners: dict[asyncio.Task[None], socket.socket] = {}  # By their accepting tasks.
+        self._connections: set[asyncio.Task[None]] = set()
+        # Connections in their hand-shake, the oldest first: address and start.
+        self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
+        self._handshake_over = asyncio.Event()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections until `close`; takes the listener over."""
+        self._listeners[asyncio.create_task(self._accept(listener))] = listener
+
+    def proven(self) -> None:
+        """The hand-shake of the calling task's connection is over."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._no_stranger(task)
+
+    async def close(self) -> None:
+        """Stop listening and cut every connection."""
+        tasks = [*self._connections, *self._listeners]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._listeners.values():
+            listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            # After a failure dozens of peers connect at the same moment: they wait, and none is
+            # refused.
+            await readable(listener, None)
+            await self._make_room()
+            sock, address = await _accepted(listener)
+            # Nothing is awaited until the connection has its task, which closes it.
+            if len(self._connections) - len(self._strangers) >= MAX_PEERS:
+                sock.close()
+                continue
+            task = asyncio.create_task(self._serve(sock))
+            self._connections.add(task)
+            self._strangers[task] = address, asyncio.get_running_loop().time()
+            task.add_done_callback(partial(self._finished, sock))
+
+    async def _make_room(self) -> None:
+        """Wait until one more connection may be in its hand-shake."""
+        while len(self._strangers) >= MAX_STRANGERS:
+            counts = Counter(address for address, _ in self._strangers.values())
+            ((crowd, _),) = counts.most_common(1)
+            oldest, since_s = next(
+                (task, since_s)
+                for task, (address, since_s) in self._strangers.items()
+                if address == crowd
+            )
+            left_s = since_s + _GRACE_S - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                del self._strangers[oldest]
+                oldest.cancel()
+                continue
+            self._handshake_over.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._handshake_over.wait()
+
+    def _no_stranger(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._handshake_over.set()
+
+    def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        # Here and not in the task, which may have been cancelled before it ran at all.
+        sock.close()
+        self._connections.discard(task)
+        self._no_stranger(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            log.error("connection closed by a bug", exc_info=bug)
+            self._failed(bug)
+
+
+async def _accepted(listener: socket.socket) -> tuple[socket.socket, str]:
+    """The next connection and its address; after a cancellation none was accepted."""
+    while True:
+        try:
+            await readable(listener, None)
+            sock, address = listener.accept()
+            return sock, str(address[0]) if address else "this host"
+        except BlockingIOError:
+            continue  # The client left before it was accepted.
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error)
+            await asyncio.sleep(_PAUSE_S)
