@@ -97,7 +97,7 @@ class Attempt(Generic[S]):
         is_open = self._control.streams.get(live.id) is live
         return is_open and live.journal.attempt == self.number and not self._is_reported
 
-    # Calls.
+    # Methods for calls.
 
     def begin(self) -> InstanceId | None:
         """Return the instance for a separate prefill call; None: the decode call is next.
@@ -174,7 +174,7 @@ class Attempt(Generic[S]):
         if self.is_current:
             self._control.tell(ev.WholeAsked(self.live.id, self.number), now_s)
 
-    # Silence.
+    # Methods for silence.
 
     def limit_s(self, heard_s: float, now_s: float) -> float:
         """Return how long the call may be silent."""
@@ -206,7 +206,7 @@ class Attempt(Generic[S]):
             progress.is_making_progress(each.id, now_s) for each in self._waits_for
         )
 
-    # Reports.
+    # Methods for reports.
 
     def fell_silent(self, now_s: float) -> None:
         """Note that the call was silent for too long, without progress of its instance. Before its

@@ -144,7 +144,7 @@ class Control(Generic[S]):
         self._telling = False
         self._postponed: deque[tuple[Callable[[float], None], float]] = deque()
 
-    # Streams.
+    # Methods for streams.
 
     def open(self, live: S, now_s: float) -> None:
         """Begin a stream that has arrived here, or earlier at another proxy."""

@@ -169,7 +169,7 @@ def _lose(state: State, agent: Agent, cause: str) -> None:
         checkpoints.lose(state, state.streams[stream_id], agent.id, f"{agent.id} was lost: {cause}")
 
 
-# Rows.
+# Functions for rows.
 
 
 def _rows_reported(state: State, agent: Agent, rows: RowsReport) -> None:

@@ -151,7 +151,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
         self._reported_s = 0.0
         self._pause_s = FIRST_PAUSE_S
 
-    # Inputs.
+    # Reports of the shell.
 
     def connects(self) -> int:
         """The shell connects, to IDENTIFY the process; returns the session to name from now on."""
@@ -232,7 +232,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
         pause_s, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
         return pause_s
 
-    # Decisions.
+    # Decisions on reports.
 
     def _take(self, info: Info, report: Report, now_s: float) -> WatchStep | End | None:
         """A report of the process that was met."""

@@ -223,7 +223,7 @@ class Detector:
         suspicion.own_probe_failed, suspicion.probing = True, False
         self._schedule_suspicions()
 
-    # Suspicions.
+    # Changes of suspicions.
 
     def _confirm(self, member: Member, by: tuple[NodeId, ...], now_s: float) -> None:
         # More suspectors do not shorten the suspicion further, and are not worth their bytes.
@@ -257,7 +257,7 @@ class Detector:
         )
         self._suspicion_at_s = min(ends_s, default=inf)
 
-    # The table.
+    # Changes of the member table.
 
     def _has_room(self) -> bool:
         """Make room for a member: if the table is full, forget the member that is dead for longest.

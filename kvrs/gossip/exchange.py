@@ -111,7 +111,7 @@ class Exchange:
                 if not member.reachable and member.since_s < before_s:
                     self._detector.forget(member)
 
-    # Digests.
+    # Methods for digests.
 
     def _send_digest(self, node: NodeId) -> None:
         me = self._detector.me
@@ -141,7 +141,7 @@ class Exchange:
             room += table[found.pop().id].known()[1]
         return tuple(found), found[-1].id
 
-    # Deltas.
+    # Methods for deltas.
 
     def on_digest(self, sender: NodeId, digest: Digest, now_s: float, clock_s: float) -> None:
         """Answer a digest; ages are computed by `clock_s`, the caller's clock."""

@@ -151,7 +151,7 @@ class Superseded(NamedTuple):
 Event = MemberChanged | RecordChanged | Superseded
 
 
-# Records.
+# Records of facts.
 
 
 def start_for(version: int, floor: int, other_version: int, other_floor: int) -> int | None:
@@ -253,7 +253,7 @@ class FactRecord:
         self.version = value.version
 
 
-# Tables.
+# Tables of facts.
 
 F = TypeVar("F", bound=Fact)
 

@@ -182,7 +182,7 @@ class Gossip:
         self._detector.leave(self._advance(now_s))
         return self._take_sends()
 
-    # State.
+    # Reading of the state.
 
     @property
     def members(self) -> Mapping[NodeId, Member]:

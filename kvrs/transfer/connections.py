@@ -1,4 +1,4 @@
-"""Connections to the page ports of peers, kept for further questions where that is safe."""
+"""Connections to the peers' page ports, reused where that is safe."""
 
 import asyncio
 import mmap
@@ -21,19 +21,19 @@ _MAX_IDLE_PER_PEER = 4
 
 @dataclass(slots=True, eq=False)
 class PageConnection:
-    """One connection, between one epoch of either end: a server whose epoch has risen closes it."""
+    """A connection between one epoch of each end: a server whose epoch has risen closes it."""
 
     stream: SocketStream
     peer: Peer
     own: Identity
     server: Identity
-    request_id: int = 0  # Of the question that is being answered.
-    mac: bytes = b""  # Of its first answer.
+    request_id: int = 0  # Id of the question being answered.
+    mac: bytes = b""  # MAC of the first answer.
     memory: mmap.mmap | None = None  # The peer's file with its pages, once it sent a descriptor.
 
     async def ask(self, question: "Question", *expected: FrameType) -> AnswerHeader:
-        """Send a question under a new request id; returns the start of the answer, whose mac is
-        still to be checked.
+        """Send a question under a new request id; return the start of the answer, whose MAC is
+        still unchecked.
         """
         self.request_id = (self.request_id + 1) & 0xFFFFFFFF
         await question(self)
@@ -41,13 +41,13 @@ class PageConnection:
         return answer
 
 
-# Sends a question over a connection; may be called twice, with two connections.
+# Function that sends a question; may be called twice, with two connections.
 Question = Callable[[PageConnection], Awaitable[None]]
 
 
 class ConnectionPool:
-    """Connections to all peers. One is kept only after a whole answer: after anything else, the
-    next bytes on it are unknown.
+    """Connections to all peers. A connection is kept only after a whole answer: otherwise its next
+    bytes are unknown.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class ConnectionPool:
             except StalledError:
                 raise
             except TransferError:
-                # It may have been closed while it was idle; only a failure of a new connection is
-                # one of the peer.
+                # The idle connection may have been closed; only a new connection's failure is the
+                # peer's.
                 pass
         connection = await self._connect(peer)
         if expected_epoch is not None and connection.server.epoch != expected_epoch:
@@ -105,14 +105,14 @@ class ConnectionPool:
             idle.append(connection)
 
     def close(self) -> None:
-        """Close what is idle, and end what is in use under the tasks that use it."""
+        """Close idle connections, and end used ones under their tasks."""
         self._closed = True
         self.drop_idle()
         for stream in self._streams:
             stream.shut()
 
     def drop_idle(self) -> None:
-        """Close what is not in use."""
+        """Close unused connections."""
         for connection in [connection for idle in self._idle.values() for connection in idle]:
             self._discard(connection.stream)
         self._idle.clear()
@@ -149,7 +149,7 @@ class ConnectionPool:
             raise StalledError(
                 f"no address of {peer.instance!r} within {self._stall_timeout_s} s"
             ) from None
-        except OSError as error:  # No such name, or no descriptor is left.
+        except OSError as error:  # No such name, or no free descriptor.
             raise TransferError(
                 f"cannot connect to {peer.instance!r}: {error.strerror or error}"
             ) from None
@@ -175,7 +175,7 @@ class ConnectionPool:
         return PageConnection(stream, peer, own, server)
 
     async def _located(self, peer: Peer) -> Peer:
-        """With a numeric address: that of a name may be another one by now."""
+        """The peer with a numeric address: a name's address may have changed."""
         return replace(peer, host=await first_address(peer.host))
 
     def _socket(self, peer: Peer) -> socket.socket:

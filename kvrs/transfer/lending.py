@@ -1,8 +1,8 @@
-"""The side of MAP that has pages: they are pinned, and the answer says where they lie in its file,
-with a descriptor of it for reading.
+"""Server side of MAP: it pins the pages, and sends descriptors of its files with the pages'
+offsets, for mapping.
 
-Pins end with the client's UNMAP, with its connection, and at the latest after the stall timeout: a
-client that is slower finds by their checksums which of its copies are not the pages.
+Pins end with the client's UNMAP, with its connection, or after the stall timeout: a slower client
+finds invalid copies by their checksums.
 """
 
 from kvrs.errors import TransferError
@@ -61,7 +61,7 @@ class LentFile:
 
 
 async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:
-    """Checksums of the pages; of pages that were never stored they are computed now."""
+    """Checksums of the pages; computed now for pages that were never stored."""
     found = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
     unknown = [index for index, checksum in enumerate(found) if checksum is None]
 

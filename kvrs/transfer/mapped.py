@@ -1,5 +1,4 @@
-"""Pages of a process of this host, copied out of its memory: no byte of them passes through a
-socket.
+"""Copies of pages from the memory of processes of this host, without a socket.
 
 The node's agent, or an instance whose memory it owns, pins them and hands out a descriptor of its
 file (`lending.py`), which is mapped to be read. A copy counts once its checksum is that of the
@@ -36,16 +35,17 @@ from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.shared_memory.passing import close_all
 from kvrs.transfer.shared_memory.regions import in_threads, map_file
 
-# Are pinned and copied at a time, in far less than the stall timeout.
+# Bytes pinned and copied at a time, in far less than the stall timeout.
 _BATCH_BYTES = 1 << 28
-# Files stay mapped for the next pull so long: the agent cannot give back their memory meanwhile.
+# Time for which files stay mapped for the next pull, during which the agent cannot release their
+# memory.
 _IDLE_S = 10.0
-_THREADS = 2  # One core does not use all that memory carries.
+_THREADS = 2  # One core does not saturate the memory.
 
-# More than a core's cache holds.
+# Bytes of a probe: more than a core's cache holds.
 _PROBE_BYTES = 1 << 24
 _PROBE_PAGE_BYTES = 1 << 18
-# Memory does not change as links do, but a decision counts on less with every minute.
+# Interval of probes: memory does not change like links, but decisions discount older estimates.
 _PROBE_INTERVAL_S = 60.0
 
 
@@ -62,7 +62,7 @@ class _Copy:
         checksums: Sequence[int],
         part: PagePart | None = None,
     ) -> None:
-        self._part = part  # Of each page; None: all of it.
+        self._part = part  # Part of each page; None: the whole page.
         self._pages = list(zip(sources, targets, checksums, strict=True))
         self._size_bytes = sum(map(len, targets))
         per_thread = max(1, -(-len(self._pages) // _THREADS))
@@ -74,13 +74,13 @@ class _Copy:
         self._stopped = Event()
 
     async def carry_out(self) -> None:
-        """A cancelled call returns when nothing is written any more."""
+        """Copy; a cancelled call returns once nothing is written any more."""
         parts = [partial(self._run, number) for number in range(len(self._shares))]
         await in_threads(self._size_bytes, parts, self._stopped.set)
 
     @property
     def verified(self) -> int:
-        """How many leading pages are there and right."""
+        """Number of leading pages that are present and correct."""
         count = 0
         for share, verified in zip(self._shares, self._verified, strict=True):
             count += verified
@@ -102,14 +102,14 @@ class _Copy:
             if self._part is not None:
                 whole = _cells(whole, self._part)
             np.positive(whole, out=copy.reshape(whole.shape))
-            # The checksum of the copy, which nothing else writes.
+            # Check the copy, which nothing else writes.
             if checksum_of(target, self._part) != due:
                 return
             self._verified[number] += 1
 
 
 class PageMapper:
-    """Copies pages out of the memory of processes on this host."""
+    """Copies pages from the memory of processes on this host."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class PageMapper:
         expected_epoch: int | None,
         copied: Callable[[int], None],
     ) -> bool:
-        """Fill `views` with the pages of `request` as far as the agent has them; returns whether it
-        has all. `copied` is called with how many more are there and right, in order. Once this has
+        """Fill `views` with the pages of `request` that the agent has; return whether it has all.
+        `copied` is called with the number of further correct pages, in order. Once this has
         returned, raised or was cancelled, the views are not written any more.
 
         Raises:
@@ -150,15 +150,15 @@ class PageMapper:
         return True
 
     async def probe(self, peer: Peer) -> None:
-        """Measure how fast pages of the agent come, unless that was done lately: a copy of as many
-        bytes, checked as pages are, if the agent hands out its memory at all.
+        """Measure the rate of pages from the agent, unless done lately, by a copy of as many bytes,
+        checked as pages are, if the agent shares its memory at all.
         """
         if not self._meter.may_probe(MEMORY, _PROBE_BYTES, _PROBE_INTERVAL_S, 1, self._clock()):
             return
         try:
             await self._pull(peer, PullRequest(()), (), None, lambda pages: None)
         except TransferError:
-            return  # It is tried again at the next round, as a pull would.
+            return  # The next round tries again, as a pull would.
         copy = await asyncio.to_thread(_probe_copy)
         self._meter.probe_begins(MEMORY, self._clock(), _PROBE_BYTES)
         await self._metered(copy)
@@ -204,11 +204,12 @@ class PageMapper:
                 raise DamagedPageError(f"checksum of mapped page {copy.verified} is wrong")
             done = frames.encode_unmap()
             await connection.stream.send(done, connection.stream.session.seal(done))
-        self._keep_for_a_while()  # From its end on: it may have taken longer than that.
+        # Keep the files from the end of the pull on, which may have taken longer.
+        self._keep_for_a_while()
         return answer.index
 
     async def _metered(self, copy: _Copy) -> None:
-        """Carry out a copy that has begun by the meter."""
+        """Run a copy that the meter has begun."""
         try:
             await copy.carry_out()
         finally:
@@ -223,7 +224,7 @@ class PageMapper:
 
 
 def _cells(page: Bytes, part: PagePart) -> Bytes:
-    """The part of a page, `[layers, heads, bytes of a cell]`."""
+    """A part of a page, `[layers, heads, bytes of a cell]`."""
     layers, heads = part.part.layers, part.part.heads
     cells = page.reshape(part.layers, part.heads, -1)[layers.start : layers.stop]
     return cells[:, heads.start : heads.stop]
@@ -231,7 +232,7 @@ def _cells(page: Bytes, part: PagePart) -> Bytes:
 
 def _probe_copy() -> _Copy:
     source, target = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
-    # Written before, because the first use of memory takes the system longer.
+    # Written first, because the first use of memory takes the system longer.
     for each in (source, target):
         np.frombuffer(each, np.uint8).fill(1)
     starts = range(0, _PROBE_BYTES, _PROBE_PAGE_BYTES)
@@ -249,7 +250,7 @@ def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memor
     """
     descriptors = connection.stream.descriptors
     try:
-        # Compared before anything is mapped: a read behind the end of a file ends the process.
+        # Compared before mapping: a read behind a file's end kills the process.
         check_file(mapped.file_bytes, [os.fstat(each).st_size for each in descriptors])
         if mapped.file_bytes:
             connection.memory = map_file(descriptors.pop(), mapped.file_bytes, writable=False)

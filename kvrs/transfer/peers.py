@@ -1,4 +1,4 @@
-"""Types between the page port and the engine or agent behind it."""
+"""Types between a page port and the engine or agent behind it."""
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +20,7 @@ from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.shared_memory.regions import Region
 
-PAGES_SOCKET = "pages"  # In the directory of an agent's store.
+PAGES_SOCKET = "pages"  # Name of the socket in the directory of an agent's store.
 
 __all__ = [
     "PAGES_SOCKET",
@@ -49,8 +49,8 @@ class Peer:
     node: NodeId
     host: str
     port: int
-    # For a process of the own node: the directory of the node's agent, and in it the name of the
-    # socket where it hands out descriptors of its pages. None: it does not.
+    # For a process of the own node: the directory of the node's agent, and the name of the socket
+    # there that lends descriptors of its pages. None: no lending.
     directory: Path | None = None
     socket: str = PAGES_SOCKET
 
@@ -64,14 +64,14 @@ class PinnedPages:
     # Checksums of the leading pages, taken when they were stored, so that later damage is found.
     # Those of the other pages are computed when they are sent.
     checksums: Sequence[int] = ()
-    # The same of each one's cells, as `cell_checksums` has them, where a part is asked for.
+    # Checksums of each page's cells, by `cell_checksums`, if a part is requested.
     cells: Sequence[memoryview] = ()
     # The file with the full pages, if processes of this host may map it, and each one's offset.
     region: Region | None = None
     offsets: Sequence[int] = ()
 
     def checksum(self, index: int, part: PagePart | None) -> int | None:
-        """Stored checksum of a page, or of the part of it; None: there is none."""
+        """Stored checksum of a page, or of its part; None: not stored."""
         if part is None:
             return self.checksums[index] if index < len(self.checksums) else None
         if index >= len(self.cells):
@@ -89,25 +89,25 @@ class PageSource(Protocol):
         ...
 
     def pinned(self, request: PullRequest) -> AbstractAsyncContextManager[PinnedPages]:
-        """Pin what is held, before anything is awaited; then wait until its bytes are readable.
+        """Pin the held pages before anything is awaited; then wait until their bytes are readable.
         They stay in place until the context ends.
 
         Raises:
-            TransferError: they cannot be read.
+            TransferError: the pages cannot be read.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """Result of a pull. It counts pages with a right checksum; those after them are undefined."""
+    """Result of a pull. It counts pages with a correct checksum; later ones are undefined."""
 
     full_pages: int  # Leading pages of the request.
     tail: bool
     bytes: int
-    seconds: float  # The caller's wait, connecting included.
-    gone: bool  # The peer no longer holds what is missing.
-    error: str | None  # Why it stopped early, unless that is all.
+    seconds: float  # The caller's wait, including connecting.
+    gone: bool  # The peer no longer holds the missing pages.
+    error: str | None  # Reason of an early stop, unless pages are gone.
 
 
 class Incoming(Protocol):
@@ -117,24 +117,24 @@ class Incoming(Protocol):
 
     @property
     def views(self) -> Sequence[memoryview | None]:
-        """One per page: where to receive it. None: it is received and dropped (held already,
-        fenced, full, or behind a gap).
+        """Destination of each page. None: it is received and dropped (held already, fenced, full,
+        or behind a gap).
         """
         ...
 
     def commit(self, index: int, checksum: int) -> None:
-        """The page at `index` of the range lies in its view and its checksum was verified: make it
-        visible.
+        """Make the page at `index` of the range visible: it is in its view, and its checksum is
+        verified.
 
         Called in rising order of index, and not for those without a view.
         """
         ...
 
     async def settle(self) -> None:
-        """All pages have come: make visible what `commit` has not.
+        """Make the remaining pages visible: all have arrived.
 
         Raises:
-            TransferError: they cannot be kept.
+            TransferError: the pages cannot be kept.
         """
         ...
 
@@ -156,8 +156,7 @@ class PageSink(Protocol):
 
     def adopt(self, client: Identity) -> None:
         """Called with an authenticated client before its fingerprint and page size are compared
-        with those of the agent's identity, and it is refused if they differ. The agent may take
-        them over here.
+        with the agent's identity; different ones are refused. The agent may adopt them here.
         """
         ...
 

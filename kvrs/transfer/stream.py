@@ -1,9 +1,8 @@
 """Bytes over a non-blocking socket, as fast as the kernel copies them.
 
-Data is copied once, from the page to the socket or from the socket to the page, by the coroutine
-that asked for it and in no other place: when that coroutine has ended, cancelled or not, nothing
-touches its buffers any more. Works on any event loop that can watch a socket. One task uses a
-stream at a time.
+Data is copied once, between page and socket, and only by the coroutine that asked for it: once it
+has ended, cancelled or not, nothing touches its buffers. Works on any event loop that can watch a
+socket. One task uses a stream at a time.
 """
 
 import asyncio
@@ -25,19 +24,20 @@ from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Sessio
 from kvrs.transfer.arrivals import Arrivals
 from kvrs.transfer.shared_memory.passing import close_all, receive, rights
 
-# A transfer that never has to wait would block the event loop: it yields after this much.
+# Bytes after which a transfer yields, because a transfer that never waits would block the event
+# loop.
 _BYTES_PER_TURN = 1 << 20
 
-# How far one call reads ahead.
+# Bytes that one call reads ahead.
 _BYTES_PER_CALL = 1 << 20
 _MAX_VIEWS_PER_CALL = 256
 
 _DESCRIPTORS = 1  # At a time: that of the peer's file with its pages.
 
-# Bodies are read in pieces: memory is allocated for bytes that arrived, never for announced ones.
+# Bodies are read in pieces: memory is allocated for received bytes, never for announced ones.
 _PIECE_BYTES = 1 << 16
 
-# Bytes under way should fit in a CPU's cache: with the kernel's own, larger choice the copies go
+# Bytes in flight should fit in a CPU's cache: with the kernel's own, larger choice the copies go
 # through memory and take half as long again. Still more than a link of 25 Gbit/s holds in a round
 # trip of 0.2 ms.
 SEND_BUFFER_BYTES = 1 << 19
@@ -48,7 +48,7 @@ _KEEPALIVE_PROBES = 3
 
 
 class StalledError(TransferError):
-    """The peer neither sends nor receives, though its connection stands."""
+    """The peer neither sends nor receives, although its connection stands."""
 
 
 def page_socket(host: str) -> socket.socket:
@@ -58,7 +58,7 @@ def page_socket(host: str) -> socket.socket:
 
 
 def tune(sock: socket.socket, stall_timeout_s: float) -> None:
-    """Send without delay, and find out that the other end is gone. Raises OSError."""
+    """Send without delay, and detect a lost peer. Raises OSError."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -77,7 +77,7 @@ async def readable(sock: socket.socket, timeout_s: float | None) -> None:
 
 
 class SocketStream:
-    """A connected socket. Every failure of it is a `TransferError`."""
+    """A connected socket. Every failure is a `TransferError`."""
 
     def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:
         self._sock = sock
@@ -86,7 +86,7 @@ class SocketStream:
         self._session: Session | None = None
         self._arrivals: Arrivals | None = None
         self._received_bytes = 0
-        # Over a UNIX socket: came with what was received, and closed with the stream.
+        # Descriptors received over a UNIX socket, closed with the stream.
         self.descriptors: list[int] = []
         sock.setblocking(False)
         self._is_local = sock.family == socket.AF_UNIX
@@ -101,13 +101,13 @@ class SocketStream:
 
     @property
     def arrivals(self) -> Arrivals:
-        """The kernel's account of the bytes that come; for one reader."""
+        """The kernel's account of arriving bytes, for one reader."""
         if self._arrivals is None:
             self._arrivals = Arrivals(self._sock)
         return self._arrivals
 
     def begin(self, session: Session) -> None:
-        """The hand-shake is over."""
+        """Begin the session after the hand-shake."""
         self._session = session
 
     async def send(self, *buffers: Bytes) -> None:
@@ -128,7 +128,7 @@ class SocketStream:
         await Filling(self, [view]).next()
 
     async def receive(self, size: int) -> bytes:
-        """So many bytes; the caller has checked how many."""
+        """Receive `size` bytes; the caller has checked the size."""
         piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
         body = bytearray()
         while len(body) < size:
@@ -138,7 +138,7 @@ class SocketStream:
         return bytes(body)
 
     async def receive_question(self, *expected: FrameType) -> tuple[FrameType, bytes]:
-        """The next frame and its mac."""
+        """Receive the next frame with its MAC."""
         header = await self.receive(HEADER_BYTES)
         frame_type, length = decode_header(header, *expected)
         body = await self.receive(length)
@@ -146,19 +146,19 @@ class SocketStream:
         return frame_type, body
 
     async def receive_answer(self, *expected: FrameType) -> tuple[AnswerHeader, bytes]:
-        """The start of the next answer, and the mac, which is checked with the payload."""
+        """Receive the start of the next answer, and the MAC, which is checked with the payload."""
         start = await self.receive(SEALED_ANSWER_BYTES)
         return decode_answer(start[:ANSWER_BYTES], *expected), start[ANSWER_BYTES:]
 
     async def wait_for_data(self) -> None:
-        """Wait without limit: a connection may be idle for as long as both ends stand."""
+        """Wait without limit: a connection may be idle while both ends live."""
         await self._readable(None)
 
     def shut(self) -> None:
         """End the connection under a task that is using it; that task then closes it."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # Not connected any more.
+        except OSError:  # The socket is no longer connected.
             return
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class SocketStream:
         close_all(self.descriptors)
 
     async def receive_some(self, views: Sequence[memoryview]) -> int:
-        """Wait for bytes and scatter what is there over `views`; returns how many came."""
+        """Wait for bytes and scatter them over `views`; return their number."""
         return await self._attempt(partial(self._scatter, views), self._readable)
 
     def _scatter(self, views: Sequence[memoryview]) -> int:
@@ -186,7 +186,7 @@ class SocketStream:
     async def _attempt(
         self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]
     ) -> int:
-        """Call `call`, which moves bytes and returns how many, as soon as the socket is ready."""
+        """Call `call`, which moves bytes and returns their number, once the socket is ready."""
         while True:
             if self._bytes_this_turn >= _BYTES_PER_TURN:
                 self._bytes_this_turn = 0
@@ -212,21 +212,21 @@ class SocketStream:
 
 
 class Filling:
-    """Fills views one after the other with what arrives.
+    """Fills views in order with arriving bytes.
 
-    Reads on into the views that follow, as far as bytes are there, so that small ones cost no calls
-    of their own.
+    It reads on into later views as far as bytes are available, so that small views cost no calls of
+    their own.
     """
 
     def __init__(self, stream: SocketStream, views: Sequence[memoryview]) -> None:
         self._stream = stream
         self._views = views
         self._taken = 0
-        self._whole = 0  # How many views are whole ...
-        self._offset = 0  # ... and how many bytes of the next one have arrived.
+        self._whole = 0  # Number of complete views.
+        self._offset = 0  # Received bytes of the next view.
 
     async def next(self) -> memoryview:
-        """The next view, once it is whole."""
+        """The next view, once complete."""
         while self._whole <= self._taken:
             self._offset += await self._stream.receive_some(self._ahead())
             while self._whole < len(self._views) and self._offset >= len(self._views[self._whole]):
@@ -236,7 +236,7 @@ class Filling:
         return self._views[self._taken - 1]
 
     def _ahead(self) -> list[memoryview]:
-        """Memory that one call may fill: the rest of a view and some of those that follow."""
+        """Memory that one call may fill: the rest of a view and some later views."""
         ahead = [self._views[self._whole][self._offset :]]
         size = len(ahead[0])
         for view in self._views[self._whole + 1 : self._whole + _MAX_VIEWS_PER_CALL]:
@@ -276,7 +276,7 @@ def _or_closed(received: int) -> int:
 
 
 def _after(buffers: Sequence[Bytes], moved: int) -> Sequence[Bytes]:
-    """The rest of `buffers` when their first `moved` bytes are done."""
+    """The rest of `buffers` behind their first `moved` bytes."""
     for index, buffer in enumerate(buffers):
         size = len(buffer)
         if moved < size:

@@ -47,7 +47,7 @@ class CheckpointHolds:
         self._streams = streams
         self._tell = tell
 
-    # Streams.
+    # Methods for streams.
 
     def planned(self, live: LiveStream, plan: act.Plan) -> None:
         """Start to renew the reservations at the agents of the plan."""
@@ -78,7 +78,7 @@ class CheckpointHolds:
         for agent in live.copies:
             let_go(agent, live.id)
 
-    # Agents.
+    # Methods for agents.
 
     def up(self, known: Agent, info: AgentInfo, now_s: float) -> None:
         event = self.agents.accept(known, info)
@@ -178,7 +178,7 @@ class CheckpointHolds:
             return 0
         return sum(self.unprotected(live, {}) is not None for live in self._streams.values())
 
-    # Leases.
+    # Methods for leases.
 
     def unknown(self, agent: InstanceId, streams: Sequence[StreamId], now_s: float) -> None:
         """Handle an agent's answer that it has no reservation for these streams: not yet, if no

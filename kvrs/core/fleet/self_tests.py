@@ -178,7 +178,7 @@ class SelfTests:
         self._reported.pop(instance, None)
         self._compare()
 
-    # Results.
+    # Results of the tests.
 
     def seen(self, instance: InstanceId) -> Seen:
         """Results of an instance's tests, in the form that the policy gets."""

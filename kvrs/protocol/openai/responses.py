@@ -234,7 +234,7 @@ def _format(fields: Fields) -> Fields:
             raise _not_supported("text.format", given, "text, json_object, json_schema")
 
 
-# The output.
+# Making of the output.
 
 
 class Tokens(msgspec.Struct, frozen=True):

@@ -98,7 +98,7 @@ class ResponsesApi:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # Requests.
+    # Methods for requests.
 
     async def _create(self, request: Request) -> Response:
         if KEY in request.headers:
@@ -190,7 +190,7 @@ class ResponsesApi:
             raise _unknown(name)
         return found
 
-    # Streams.
+    # Methods for streams.
 
     async def _start(self, request: Request, enter: Enter) -> RunningResponse:
         """Start a response in a task of its own, and wait until its record is at a mirror."""

@@ -220,7 +220,7 @@ class RecordBook:
             return Refusal.BUSY
         return Refusal.BUSY if record.is_just_granted(now_s) and not state.released else None
 
-    # Eviction.
+    # Eviction of records.
 
     def expire(self, now_s: float) -> None:
         self._dropped = {

@@ -124,7 +124,7 @@ class Driver:
         """
         return self._files.default_max_tokens if self.engine is Engine.VLLM else None
 
-    # Streams.
+    # Methods for streams.
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""

@@ -129,7 +129,7 @@ class Upstream(asyncio.Protocol):
         self.status = 0  # Status of the response, once its head is complete.
         self.proof = b""  # This end's proof, sent with the first request.
 
-    # Calls.
+    # Methods for calls.
 
     async def send(self, head: bytes, body: bytes, reader: Reader) -> Awaitable[Need]:
         """Send a request, and pass its response's body to the reader from now on. The body of a

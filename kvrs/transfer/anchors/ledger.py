@@ -122,7 +122,7 @@ class PageLedger:
         """No later process has attached the instance's memory."""
         return self._header[EPOCH_AT : EPOCH_AT + len(self._epoch)] == self._epoch
 
-    # Pages.
+    # Methods for pages.
 
     def record(self, page: int, tag: Tag, parent: Tag) -> None:
         """Record that the page has the tag's contents; call once it is no longer written."""
@@ -134,7 +134,7 @@ class PageLedger:
         """Clear the page's record; call before the page is written again."""
         self._records.clear(page)
 
-    # Streams.
+    # Methods for streams.
 
     def note_stream(self, stream: StreamId, pages: int, last: Tag) -> None:
         """Note that the stream's first full pages are recorded, up to the one with tag `last`."""

@@ -79,7 +79,7 @@ class RowStream:
         if proof.scope is None:
             raise TransferError("row port: the client has proved nothing")
 
-    # Frames.
+    # Methods for frames.
 
     def send(self, *parts: bytes | bytearray | memoryview) -> None:
         """Send. Raises TransferError: the connection is lost, or the other end is too slow."""

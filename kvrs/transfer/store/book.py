@@ -173,7 +173,7 @@ class CheckpointBook:
         reservation = self._reservations.get(stream)
         return 0 if reservation is None else reservation.leading
 
-    # Reservations.
+    # Methods for reservations.
 
     def offer(
         self, claim: CheckpointClaim, need: int, tags: Sequence[Tag], until_s: float

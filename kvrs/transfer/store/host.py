@@ -1,4 +1,4 @@
-"""The checkpoint store of a node, behind its page server. Everything runs on the event loop."""
+"""Checkpoint store of a node, behind its page server. Everything runs on the event loop."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from kvrs.transfer.store.slab import PageKind, Slab
 
 log = logging.getLogger(__name__)
 
-# About the pages that a few engines send at a time.
+# Slots allocated in advance: about the pages that a few engines send at a time.
 _AHEAD_SLOTS = 128
 
 _NO_PAGES = PageKind("", 0)
@@ -26,13 +26,13 @@ _NO_PAGES = PageKind("", 0)
 
 @dataclass(slots=True, eq=False)
 class UnreportedChanges:
-    """Changes that were not sent to one watcher yet."""
+    """Changes not yet sent to one watcher."""
 
     streams: set[StreamId]
     denied: dict[StreamId, None] = field(default_factory=dict)
 
     def take(self) -> tuple[list[StreamId], list[StreamId]]:
-        """Streams that changed, and streams that found no room; they count as sent then."""
+        """Take changed streams, and streams that found no room; they count as sent then."""
         taken = list(self.streams), list(self.denied)
         self.streams.clear()
         self.denied.clear()
@@ -62,7 +62,7 @@ class _Incoming:
             self._shelf.slab.write_record(slot, self._range.tags[index], checksum)
 
     async def settle(self) -> None:
-        """Each page is visible since it came."""
+        """Do nothing: each page has been visible since its arrival."""
 
     def end(self) -> HeldPages:
         self.views = []
@@ -85,8 +85,8 @@ class HostStore:
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Takes over the pages that an earlier process left in the directory; all are read and
-        verified. `holder`: the agent of that node.
+        """Adopt the pages that an earlier process left in the directory; all are read and verified.
+        `holder`: the agent of the node.
 
         Raises:
             OSError: the directory cannot be used.
@@ -99,19 +99,19 @@ class HostStore:
         self._watchers: list[UnreportedChanges] = []
         self._is_short = False
         self._growing = asyncio.Event()
-        # Later processes have higher ones. Nothing that is kept would tell of all earlier ones: a
-        # clean end leaves nothing, nor does a machine that starts again.
+        # Later processes have higher epochs. No file could record all earlier ones: a clean end
+        # leaves nothing, nor does a restarted machine.
         self.epoch = time.time_ns() // 1_000_000
-        self._shelf: _Shelf | None = None  # None: no engine has connected yet.
+        self._shelf: _Shelf | None = None  # Book and memory; None: no engine has connected yet.
         if (slab := Slab.open(directory, capacity_bytes)) is not None:
             self._shelf = _Shelf(CheckpointBook(slab.slots), slab)
             self._shelf.book.adopt(slab.adopt())
 
-    # State.
+    # State of the store.
 
     @property
     def kind(self) -> PageKind:
-        """The kind of these pages; an empty one before the first engine has connected."""
+        """Kind of the pages; empty before the first engine has connected."""
         return self._shelf.slab.kind if self._shelf else _NO_PAGES
 
     def identity(self) -> Identity:
@@ -151,19 +151,17 @@ class HostStore:
         finally:
             self._watchers.remove(changes)
 
-    # For the page server.
+    # Methods for the page server.
 
     def adopt(self, client: Identity) -> None:
-        """Take over the fingerprint and page size of a client, unless something is reserved for
-        others.
-        """
+        """Adopt a client's fingerprint and page size, unless others have reservations."""
         kind = PageKind.of(client)
         if kind == self.kind:
             return
         self.expire()
         if self.checkpoints:
             return
-        # Connections that still read or write old pages refer to the old shelf; its memory is freed
+        # Connections that still read or write old pages keep the old shelf, whose memory is freed
         # with the last of them.
         slab = Slab.make(self._directory, kind, self._capacity_bytes)
         self._shelf = _Shelf(CheckpointBook(slab.slots), slab)
@@ -193,9 +191,7 @@ class HostStore:
     def offer(
         self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
     ) -> HeldPages:
-        """Reserve whole pages for `reserved_bytes`, until the lease that a proxy renews runs
-        out.
-        """
+        """Reserve whole pages for `reserved_bytes`, until the lease expires; a proxy renews it."""
         shelf = self._shelf
         assert shelf is not None, "`adopt` comes before any request"
         need, until_s = (
@@ -204,7 +200,8 @@ class HostStore:
         )
         held = shelf.book.offer(claim, need, tags, until_s)
         if held.code is not StoreCode.OK:
-            # Other reservations may have expired. To find out costs O(reservations), so only here.
+            # Other reservations may have expired. The check costs O(reservations), so it is made
+            # only here.
             self.expire()
             held = shelf.book.offer(claim, need, tags, until_s)
         self.note(claim.stream, held)
@@ -229,8 +226,8 @@ class HostStore:
         return _Incoming(self, shelf, incoming)
 
     async def grow_ahead(self) -> None:
-        """Allocate memory for pages before they arrive, off the event loop, until cancelled: the
-        system takes too long to clear it for the event loop to wait.
+        """Allocate memory for pages before they arrive, off the event loop, until cancelled:
+        clearing it takes the system too long.
         """
         while True:
             await self._growing.wait()
@@ -242,12 +239,12 @@ class HostStore:
                         break
                     await asyncio.to_thread(shelf.slab.grow)
             except OSError as error:
-                self._log_short(error)  # Pages that arrive now will raise it again.
+                self._log_short(error)  # Pages that arrive now will raise the error again.
 
-    # For proxies and timers.
+    # Methods for proxies and timers.
 
     def renew(self, streams: Iterable[StreamId], lease_s: float) -> list[StreamId]:
-        """Extend reservations. Returns the streams that have none."""
+        """Extend reservations; return the streams without one."""
         return (
             self._shelf.book.renew(streams, self._clock() + lease_s)
             if self._shelf
@@ -255,7 +252,7 @@ class HostStore:
         )
 
     def release(self, streams: Iterable[StreamId], lease_s: float) -> None:
-        """End those reservations, and fence their writers' late offers for `lease_s`."""
+        """End reservations, and fence their writers' late offers for `lease_s`."""
         ended = list(streams)
         if self._shelf:
             self._shelf.book.release(ended, self._clock() + lease_s)
@@ -272,7 +269,7 @@ class HostStore:
         self._directory.clear()
 
     def check(self) -> None:
-        """Assert that the book is right. O(slots)."""
+        """Assert that the book is consistent. O(slots)."""
         if self._shelf:
             self._shelf.book.check()
 
@@ -284,13 +281,14 @@ class HostStore:
         self._is_short = True
 
     def note(self, stream: StreamId, held: HeldPages) -> None:
-        """The stream's writer got that answer."""
+        """Note the answer to a stream's writer."""
         for changes in self._watchers:
             changes.streams.add(stream)
             if held.code is StoreCode.FULL:
                 changes.denied[stream] = None
             elif held.code is StoreCode.OK:
-                # Another of its writers has found room since: prefill and decode both make offers.
+                # Another writer of the stream has found room since: prefill and decode both make
+                # offers.
                 changes.denied.pop(stream, None)
 
 

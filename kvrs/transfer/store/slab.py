@@ -1,11 +1,11 @@
-"""The slab of a checkpoint store: one file of shared memory with a slot for each page, which
-outlives the process that fills it.
+"""Slab of a checkpoint store: one file of shared memory with a slot per page, which outlives the
+process that fills it.
 
 A slot is a header and a page behind it. The header has a sealed record and the checksums of the
-page's cells. Memory is given to a slot before it is used for the first time. A record is written
-after its page, and is cleared before its slot is written again. So at any moment of a kill, a
-record that can be read names a page that was whole, and the page's own checksum verifies that it
-still is: the index of the next process is made of the headers.
+page's cells. A slot's memory is allocated before its first use. A record is written after its page,
+and cleared before its slot is written again. So whenever the process is killed, a readable record
+names a page that was complete, and the page's checksum verifies that it still is. The next process
+builds its index from the headers.
 """
 
 import logging
@@ -26,22 +26,22 @@ from kvrs.transfer.store.directory import SLAB, StoreDirectory
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 4  # Of slabs; those of other formats are not adopted.
-_FIRST_SLOT_AT = 4096  # Behind the header of the file.
-_ALIGNMENT_BYTES = 64  # Of records and of pages.
+_FORMAT = 4  # Format of slabs; other formats are not adopted.
+_FIRST_SLOT_AT = 4096  # Offset of the first slot, behind the header of the file.
+_ALIGNMENT_BYTES = 64  # Alignment of records and pages.
 # tag, number of the write, checksums of the page and of those of its cells
 _RECORD = struct.Struct("<16sQQQ")
 _RECORD_BYTES = 64
 assert _RECORD.size + MORE_BYTES <= _RECORD_BYTES
 assert TAG_BYTES == 16
 
-# Slots get their memory in steps of about this much, which take the kernel a millisecond.
+# Step of allocating slots, which takes the kernel a millisecond.
 _GROWTH_BYTES = 1 << 22
 _PROGRESS_S = 1.0
 
 
 class PageKind(msgspec.Struct, frozen=True):
-    """All that pages of one slab have in common."""
+    """Common properties of the pages of a slab."""
 
     fingerprint: str
     page_bytes: int
@@ -54,19 +54,18 @@ class PageKind(msgspec.Struct, frozen=True):
 
 
 class Slab:
-    """Pages by the number of their slot. The caller ensures that no slot is read while it is
-    written.
-    """
+    """Pages by the number of their slot. The caller ensures that no slot is read while written."""
 
     def __init__(self, descriptor: int, kind: PageKind, capacity_bytes: int) -> None:
-        """Takes the descriptor over, also where it raises.
+        """Take over the descriptor, even at an error.
 
         Raises:
             OSError: the file cannot have this size.
         """
         self.kind = kind
         self.slots = capacity_bytes // kind.page_bytes
-        self._page_at = _aligned(_RECORD_BYTES + kind.page_cells * CHECKSUM_BYTES)  # In a slot.
+        # Offset of the page in a slot.
+        self._page_at = _aligned(_RECORD_BYTES + kind.page_cells * CHECKSUM_BYTES)
         self._slot_bytes = self._page_at + _aligned(kind.page_bytes)
         try:
             os.ftruncate(descriptor, self._at(self.slots))
@@ -80,7 +79,7 @@ class Slab:
 
     @classmethod
     def make(cls, directory: StoreDirectory, kind: PageKind, capacity_bytes: int) -> "Slab":
-        """An empty slab, in the place of the one that was there. Raises OSError."""
+        """Make an empty slab, replacing an existing one. Raises OSError."""
         header = sealed(msgspec.json.encode(kind))
         assert len(header) <= _FIRST_SLOT_AT, "the fingerprint is too long"
         new = f"{SLAB}.new"
@@ -98,8 +97,8 @@ class Slab:
 
     @classmethod
     def open(cls, directory: StoreDirectory, capacity_bytes: int) -> "Slab | None":
-        """The slab that an earlier process left, with the slots that there is room for. One that
-        is of no use is unlinked.
+        """Open the slab that an earlier process left, with the slots that fit. A useless one is
+        unlinked.
         """
         try:
             descriptor = directory.open_own(SLAB, os.O_RDWR)
@@ -121,12 +120,12 @@ class Slab:
         return cls(descriptor, kind, capacity_bytes)
 
     def adopt(self) -> list[tuple[int, Tag]]:
-        """Slots and tags of the whole pages that an earlier process left, oldest first."""
+        """Slots and tags of the complete pages that an earlier process left, oldest first."""
         found: list[tuple[int, int, Tag]] = []
         torn = 0
         started_s = logged_s = time.monotonic()
         for slot in range(self.slots):
-            # A slot without memory would get it where it is read by its mapping.
+            # A read of an unallocated slot by its mapping would allocate it.
             if not any(os.pread(self.region.descriptor, _RECORD_BYTES, self._at(slot))):
                 continue
             self.grown = slot + 1
@@ -146,16 +145,16 @@ class Slab:
         return [(slot, tag) for _, slot, tag in sorted(found)]
 
     def grow_to(self, slots: int) -> None:
-        """Let the slots below this number have memory. Raises OSError."""
+        """Allocate the slots below this number. Raises OSError."""
         while self.grown < slots:
             self.grow()
 
     def grow(self) -> None:
-        """Let some more slots have memory; a thread of its own may do it beside others.
+        """Allocate some more slots; a separate thread may do this.
 
         Raises:
-            OSError: there is no more. A write into a mapped page without memory would kill the
-                process, so it is allocated here.
+            OSError: no more memory. A write into an unallocated mapped page would kill the process,
+                so memory is allocated here.
         """
         first = self.grown
         stop = min(self.slots, first + max(1, _GROWTH_BYTES // self._slot_bytes))
@@ -172,16 +171,16 @@ class Slab:
         return self._at(slot) + self._page_at
 
     def cells(self, slot: int) -> memoryview:
-        """The checksums of a page's cells, from when it was stored."""
+        """Checksums of a page's cells, from its storing."""
         start = self._at(slot) + _RECORD_BYTES
         return self._bytes[start : start + self.kind.page_cells * CHECKSUM_BYTES]
 
     def clear(self, slot: int) -> None:
-        """The slot holds nothing: to be called before it is written."""
+        """Clear a slot; call before it is written."""
         self._record(slot)[:] = bytes(_RECORD_BYTES)
 
     def write_record(self, slot: int, tag: Tag, page_checksum: int) -> None:
-        """The slot holds that page: to be called after it was written."""
+        """Write a slot's record; call after its page was written."""
         self._writes += 1
         cells = cell_checksums(self.view(slot), self.kind.page_cells)
         self.cells(slot)[:] = cells
@@ -201,7 +200,7 @@ class Slab:
         return self._bytes[self._at(slot) : self._at(slot) + _RECORD_BYTES]
 
     def _verified(self, slot: int) -> tuple[int, int, Tag] | None:
-        """Write number, slot and tag of a page that is whole."""
+        """Write number, slot and tag of a complete page; None: not complete."""
         if (facts := unsealed(self._record(slot), slot)) is None or len(facts) != _RECORD.size:
             return None
         tag, write, page_checksum, of_cells = _RECORD.unpack(facts)
