@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 0.25
 _RECONNECT_S = 0.5
-_TIMEOUT_S = 2.0  # To connect, and for a whole small request.
+_TIMEOUT_S = 2.0  # Time limit of connecting, and of a whole small request.
 _MAX_LINE_BYTES = 1 << 20
 
 

@@ -54,7 +54,7 @@ _GONE = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
 
 
 class NoGpusError(KvrsError):
-    """There is no GPU to read; the message has the reason."""
+    """No GPU to read; the message has the reason."""
 
 
 def open_sensor(

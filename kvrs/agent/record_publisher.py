@@ -29,7 +29,7 @@ from kvrs.protocol.instance import InstanceInfo, LinkReport, LoadReport
 POLL_INTERVAL_S = 0.25  # Period of `RecordPublisher.changes`.
 # An instance, which reports four times per second, is lost without a report for so long.
 REPORT_TIMEOUT_S = 5.0
-_REWRITE_INTERVAL_S = 1.0  # Between two writes of one entry.
+_REWRITE_INTERVAL_S = 1.0  # Interval between two writes of an entry.
 _STALL_S = 0.5  # A poll that is late by more: this process was stopped, not the instance silent.
 # Smaller changes of a number are not published: relative to the larger one, and absolute.
 _MIN_CHANGE_SHARE = 0.2
@@ -62,8 +62,9 @@ class RecordPublisher:
 
     def __init__(self) -> None:
         self._instances: dict[InstanceId, _Instance] = {}
-        self._links: dict[NodeId, tuple[LinkReport, float]] = {}  # And when it was measured.
-        self._published: dict[Key, tuple[Fact, float]] = {}  # And when.
+        # Latest link report from each node, and its time of measurement.
+        self._links: dict[NodeId, tuple[LinkReport, float]] = {}
+        self._published: dict[Key, tuple[Fact, float]] = {}  # Published facts, and their times.
         self._polled_s: float | None = None
 
     # Observations of the agent.

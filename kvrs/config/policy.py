@@ -32,8 +32,8 @@ class Handoff(StrEnum):
 class Route(StrEnum):
     """The prefill instance of a new prompt."""
 
-    PREFIX = "prefix"  # By queue and cached part of the prompt.
-    LOAD = "load"  # By queue alone.
+    PREFIX = "prefix"  # Choose by queue and cached part of the prompt.
+    LOAD = "load"  # Choose by queue alone.
 
 
 class Dispatch(StrEnum):

@@ -188,7 +188,7 @@ class Attempt(Generic[S]):
         predicted_s = 0.0
         if self._chosen is not None:
             predicted_s = self._chosen.work_s
-            if not self._computes_at:  # Only the transfer remains, and a replay's decoding.
+            if not self._computes_at:  # Only the transfer, and a replay's decoding, remain.
                 predicted_s -= self._chosen.compute_s
         limit_s = max(progress.first_token_s(each, predicted_s) for each in self._waits_for)
         # If nothing else could begin the stream, it would only return to the same instance.

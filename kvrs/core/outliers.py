@@ -58,7 +58,7 @@ def contradict(state: State, stream: Stream, accepting: Member) -> None:
     for refusal in stream.refusals:
         refuser = state.view.members.get(refusal.instance)
         if refuser is not None and not refuser.prefills and not accepting.decodes:
-            continue  # This answer does not prove the next stage.
+            continue  # The answer does not prove instances of the next stage.
         stream.forget_refusal(refusal.instance)
         if refuser is None or refuser is accepting or refuser.epoch != refusal.epoch:
             continue

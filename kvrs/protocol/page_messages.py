@@ -124,8 +124,8 @@ class HeldPages:
     pages: int
 
     def taken(self, first_page: int, pages: int) -> int:
-        """How many of the `pages` pages from `first_page` the agent now has; 0 if a later attempt
-        writes the stream.
+        """Number of the `pages` pages from `first_page` that the agent now has; 0 if a later
+        attempt writes the stream.
         """
         if self.code is StoreCode.FENCED:
             return 0

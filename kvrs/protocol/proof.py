@@ -51,7 +51,7 @@ class ServerProof:
 
     @property
     def wanted_bytes(self) -> int:
-        """How many bytes to read at most where nothing behind the proof may be read with it."""
+        """Most bytes to read now, if nothing behind the proof may be read with it."""
         return _wanted(self._buffer, _HELLO_BYTES if self._claimed is None else _PROOF_BYTES)
 
     def receive(self, data: bytes) -> tuple[bytes, bytes]:
@@ -136,7 +136,7 @@ class ClientProof:
 
 
 def _wanted(received: bytes, message_bytes: int) -> int:
-    # What does not begin like a message is not waited for to its end.
+    # Do not wait for the end of bytes that do not begin like a message.
     whole = message_bytes if len(received) >= len(_PREFIX) else len(_PREFIX)
     return max(1, whole - len(received))
 

@@ -14,8 +14,8 @@ from kvrs.transfer.stream import page_socket, readable
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-# How many connections may be in their hand-shake. For one more the oldest of the address that has
-# most of them is closed, after a time in which every peer's hand-shake is over.
+# Most connections in their hand-shake. A further one closes the oldest of the address with the
+# most, after a time in which every peer's hand-shake is over.
 MAX_STRANGERS = 256
 _GRACE_S = 0.5
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -52,7 +52,8 @@ class AcceptLoop:
         a bug in it.
         """
         self._serve, self._failed = serve, failed
-        self._listeners: dict[asyncio.Task[None], socket.socket] = {}  # By their accepting tasks.
+        # Listening sockets by accepting task.
+        self._listeners: dict[asyncio.Task[None], socket.socket] = {}
         self._connections: set[asyncio.Task[None]] = set()
         # Connections in their hand-shake, the oldest first: address and start.
         self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
@@ -79,12 +80,11 @@ class AcceptLoop:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            # After a failure dozens of peers connect at the same moment: they wait, and none is
-            # refused.
+            # After a failure dozens of peers connect at once: they wait, and none is refused.
             await readable(listener, None)
             await self._make_room()
             sock, address = await _accepted(listener)
-            # Nothing is awaited until the connection has its task, which closes it.
+            # Await nothing until the connection has its task, which closes it.
             if len(self._connections) - len(self._strangers) >= MAX_PEERS:
                 sock.close()
                 continue
@@ -118,7 +118,7 @@ class AcceptLoop:
         self._handshake_over.set()
 
     def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        # Here and not in the task, which may have been cancelled before it ran at all.
+        # Closed here, because the task may have been cancelled before it ran at all.
         sock.close()
         self._connections.discard(task)
         self._no_stranger(task)

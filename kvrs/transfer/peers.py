@@ -145,7 +145,7 @@ class Incoming(Protocol):
         ...
 
 
-# Where a page lies: the file, and the offset there.
+# File of a page, and the offset in it.
 PagePlace = tuple[Region, int]
 
 

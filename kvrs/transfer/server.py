@@ -1,5 +1,5 @@
-"""The server of a page port: serves the pages of one instance or agent to peers that have the
-cluster's secret, and stores pages where there is a sink.
+"""Server of a page port: it serves the pages of an instance or agent to peers with the cluster's
+secret, and stores pages if there is a sink.
 """
 
 import asyncio
@@ -52,17 +52,17 @@ class PageServer:
         self._ring = secret, *older
         self._settings = settings
         self._links = links
-        self._sink: PageSink | None = None  # None: nothing can be stored here.
-        self._lent_at: tuple[Path, str] | None = None  # Directory and name of a socket.
+        self._sink: PageSink | None = None  # Store for received pages; None: nothing can be stored.
+        self._lent_at: tuple[Path, str] | None = None  # Directory and name of the lending socket.
         self._accepting = AcceptLoop(self._serve)
 
     @property
     def faults(self) -> SendingFaults:
-        """Faults that may be injected into all that this process sends."""
+        """Faults that may be injected into this process's sends."""
         return self._links.faults
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, which the system chooses if `port` is 0.
+        """Listen; return the port, which the system chooses for 0.
 
         Raises:
             OSError: the address cannot be had.
@@ -83,7 +83,7 @@ class PageServer:
         self._accepting.listen(listener)
 
     def keep(self, sink: PageSink) -> None:
-        """Store there what peers send, from now on."""
+        """Store pages that peers send, from now on."""
         self._sink = sink
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class PageServer:
             log.info("page connection closed: %s", error)
 
     async def _shake_hands(self, sock: socket.socket) -> tuple[Identity, Identity, SocketStream]:
-        """Do the hand-shake. Returns the own identity that the client got, and the client's."""
+        """Shake hands; return the own identity as given to the client, and the client's."""
         try:
             stream = SocketStream(sock, self._settings.stall_timeout_s)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -130,7 +130,7 @@ class PageServer:
             await stream.wait_for_data()
             frame_type, body = await stream.receive_question(*questions)
             if self._source.identity() != own:
-                # The peer was given another epoch, or other pages: it has to connect anew.
+                # The peer was given another epoch, or other pages, and must connect anew.
                 return
             if frame_type is FrameType.PULL:
                 pull = frames.decode_pull(body)
@@ -200,7 +200,7 @@ async def _send_pages(
             payload = sender.payload(asked)
             buffers += (session.answer(answer, payload), payload)
         if group[0][0] == 0:
-            # Ahead of all, because the receiver's meter measures from its arrival.
+            # Sent first, because the receiver's meter measures from its arrival.
             await sender.send(buffers.pop(0))
         await sender.send(*buffers)
     last = FrameType.END if complete else FrameType.GONE
@@ -254,7 +254,7 @@ async def _receive_pages(
     views = [list(incoming.views) for incoming in arriving]
     assert all(len(own) == len(each.tags) for own, each in zip(views, ranges, strict=True))
     assert all(view is None or view.nbytes == page_bytes for own in views for view in own)
-    # All pages without a view go here, one over the other.
+    # Pages without a view all overwrite this buffer.
     dropped = memoryview(bytearray(page_bytes))
     pages = [dropped if view is None else view for own in views for view in own]
     macs = [memoryview(bytearray(SESSION_MAC_BYTES)) for _ in pages]

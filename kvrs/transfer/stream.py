@@ -32,7 +32,7 @@ _BYTES_PER_TURN = 1 << 20
 _BYTES_PER_CALL = 1 << 20
 _MAX_VIEWS_PER_CALL = 256
 
-_DESCRIPTORS = 1  # At a time: that of the peer's file with its pages.
+_DESCRIPTORS = 1  # Descriptors per message: that of the peer's file with its pages.
 
 # Bodies are read in pieces: memory is allocated for received bytes, never for announced ones.
 _PIECE_BYTES = 1 << 16

@@ -156,7 +156,7 @@ class RecoveryState(msgspec.Struct, eq=False):
     attempts: int = 0
     overflowed: tuple[RefusedBy, ...] = ()  # Failures by logits that were not numbers.
     owes_token: bool = False  # The next attempt must take a token of the retry budget.
-    token_at_s: float = -inf  # When the token may be used.
+    token_at_s: float = -inf  # Time from which the retry token may be used.
     busy_since_s: float | None = None  # Time of the first busy answer.
     # Number of times that a second instance produced no token in time either: the request is slow
     # anywhere, and its silence is no fault.

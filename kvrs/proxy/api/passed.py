@@ -31,7 +31,7 @@ from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-# Only these: by vLLM's other endpoints a client could stop an instance, or load into it.
+# The only open endpoints: by vLLM's others a client could stop an instance, or load into it.
 PATHS = (
     *(TOKENIZE, DETOKENIZE, "/v1/messages/count_tokens", "/v1/embeddings", "/pooling"),
     *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),

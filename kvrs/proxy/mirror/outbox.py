@@ -88,7 +88,7 @@ class Delivery(Enum):
 
 
 def delivery_of(before: int, event: StreamEvent, after: int) -> Delivery:
-    """How to deliver an event. `before` is its start, `after` the client's position."""
+    """Treatment of an event. `before` is its start, `after` the client's position."""
     if event.seq <= after:
         return Delivery.SKIP
     return Delivery.CUT if max(before, 0) < after else Delivery.SEND

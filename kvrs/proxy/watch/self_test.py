@@ -302,7 +302,7 @@ class SelfTester:
         if limit and length > limit - TOKENS and (length := limit - TOKENS) <= place.row_tokens:
             return f"rows of {place.row_tokens} tokens; allowed for its model: {length - 1}", False
         own = self._tests.seen(target).generated
-        assert own is not None  # That test comes before those of rows.
+        assert own is not None  # The test of tokens comes before those of rows.
         lists = bool(own.likeliest)
         whole = self._streams.journal(target, None, prompt_tokens=length, lists=lists)
         likeliest = await self._streams.stream(target, whole)

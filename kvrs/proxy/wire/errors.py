@@ -8,14 +8,14 @@ import msgspec
 
 from kvrs.errors import UpstreamError
 
-# Everything that msgspec raises at bytes of another form.
+# Errors of msgspec for malformed bytes.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class ConnectionLostError(UpstreamError):
     """The connection was lost or refused; the process may be dead."""
 
-    has_waited = False  # For the news that the whole process is gone.
+    has_waited = False  # The call has waited for news of the whole process's death.
 
 
 class NotConnectedError(ConnectionLostError):
@@ -60,7 +60,7 @@ class DeniedError(UnusableError):
             f"HTTP {status} to a completion, by itself or a gateway in front of it: {cause}"
         )
         self.status = status
-        self.body = body  # In OpenAI's form.
+        self.body = body  # Body of the answer in OpenAI's form.
 
 
 def unproven(cause: str) -> UnusableError:
@@ -88,5 +88,5 @@ def unreached(error: OSError) -> UpstreamError:
 
 
 def _reason_of(error: ssl.SSLError) -> str:
-    """Without file names and line numbers of OpenSSL."""
+    """Reason of an error, without OpenSSL's file names and line numbers."""
     return str(getattr(error, "verify_message", None) or error.reason or error)

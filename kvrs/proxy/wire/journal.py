@@ -66,7 +66,7 @@ class Journal:
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     request: RequestContext | None = None
     tenant: str = ""  # The tenant's mark; empty without API keys.
-    name: str = ""  # As of `StreamJournal`.
+    name: str = ""  # Copied from `StreamJournal`.
     # For a resumable stream: the client's position after each event that is not yet passed on.
     marks: list[int] | None = None
     kept: tuple[ev.Kept, ...] = ()  # Holders of its KV, as known by the former owner.
@@ -74,7 +74,7 @@ class Journal:
     # Features that only a replay continues exactly, and how certain a replay is.
     replayed: tuple[str, ...] = ()
     replays: Replays = Replays.NOWHERE
-    is_predictable: bool = True  # As of `StreamJournal`.
+    is_predictable: bool = True  # Copied from `StreamJournal`.
     is_strict: bool = False  # Inexact continuations are forbidden: `proxy.inexact` is `refuse`.
     # The response's head was sent without the mark of possible inexactness; None: not sent yet.
     is_promised: bool | None = None

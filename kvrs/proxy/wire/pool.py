@@ -45,7 +45,7 @@ KEPT_S = 10.0  # A connection that no call uses.
 MAX_ANSWER_BYTES = 8 << 20
 _DESCRIPTOR_PAUSE_S = 0.1
 _LONGEST_DESCRIPTOR_WAIT_S = 30.0
-# Not every system names these.
+# Socket options that not every system has.
 _OPTIONS = [
     (getattr(socket, name), value)
     for name, value in (

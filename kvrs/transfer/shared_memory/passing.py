@@ -10,7 +10,7 @@ from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _DESCRIPTOR_BYTES = array.array("i").itemsize
-# As plain numbers: an operation on the members of `socket` takes longer than the call itself.
+# Plain numbers, because an operation on the members of `socket` takes longer than the call itself.
 _CLOEXEC, _NO_ROOM, _CUT = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_CTRUNC, socket.MSG_TRUNC))
 
 

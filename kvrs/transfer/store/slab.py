@@ -167,7 +167,7 @@ class Slab:
         return self._bytes[start : start + self.kind.page_bytes]
 
     def offset(self, slot: int) -> int:
-        """Where the page begins in the file."""
+        """Offset of the page in the file."""
         return self._at(slot) + self._page_at
 
     def cells(self, slot: int) -> memoryview:
