@@ -34,19 +34,20 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     victims less, because they wait while the target computes.
     """
     target, history, state = case.target, case.history_tokens, case.state
+    info = target.info
     queue_s, view = target.queue_s, state.view
     factors, here_s = state.factors, queue_s + case.history_s
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
     prefill, there = prefill_for(view, target, case.stream), None
-    if prefill is target and target.info.joins_prefill:
+    if prefill is target and info.joins_prefill:
         return
     # Without a hand-off of KV the target would compute the history a second time.
-    computes_nothing = target.info.own_prefill is not None or target.info.joins_prefill
+    computes_nothing = info.own_prefill is not None or info.joins_prefill
     is_handed_off = computes_nothing or (prefill.moves_kv and target.moves_kv)
     if view.formats_differ:
         is_handed_off = is_handed_off and target.takes_from(prefill)
     fetches = target.pulls and prefill.retains
-    is_migration = not (fetches or target.info.joins_prefill) and has_cached(case.stream, prefill)
+    is_migration = not (fetches or info.joins_prefill) and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
         table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
         if table is not target.prefill:
