@@ -112,7 +112,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Stop to compute in lower epochs; the running batch is abandoned."""
+    """Stop computing in lower epochs; the running batch is abandoned."""
 
     epoch: int
 

@@ -12,17 +12,14 @@ _MMAP_THRESHOLD_BYTES = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what a step frees for the next one, up to 1 GB at the end of the heap.
+    """Let glibc keep the memory that a step frees, up to 1 GB at the end of the heap; return
+    whether this C library has these settings (musl and macOS have not).
 
-    By default a tensor of more than 128 KB is mapped, and unmapped when it is freed, or the end of
-    the heap is given back: every step then pays for page faults on all of its temporaries. All
-    threads use one heap, since those of further arenas are of 64 MB and are given back whole. The
-    process keeps at most what its largest step used: up to 46 MB more with the tiny model. Measured
-    on 2026-11-23 (b44f08b8, two cores, six pairs of processes): prefill of 512 tokens behind 3,584
-    takes 0.40 of the time, all other steps 0.97 to 1.00.
-
-    Returns:
-        whether this C library has these settings (musl and macOS have not).
+    By default glibc returns the memory to the kernel, and every step pays for page faults on all of
+    its temporaries. All threads use one heap, because glibc returns the heaps of further arenas
+    (64 MB) whole. The process keeps at most the memory of its largest step: up to 46 MB more with
+    the tiny model. Measured on 2026-11-23 (b44f08b8, two cores, six pairs of processes): prefill of
+    512 tokens behind 3,584 takes 0.40 of the time, all other steps 0.97 to 1.00.
     """
     if not sys.platform.startswith("linux"):
         return False

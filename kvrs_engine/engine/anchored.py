@@ -214,6 +214,6 @@ def _noted_prefill(ledger: PageLedger) -> PrefillTable | None:
 
 def tensor_of(memory: mmap.mmap) -> Tensor:
     with warnings.catch_warnings():
-        # Torch warns that a write into memory that cannot be written ends the process: so it shall.
+        # Torch warns that a write into read-only memory ends the process, as intended.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)

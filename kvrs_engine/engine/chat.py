@@ -65,7 +65,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, request: ChatRequest) -> str:
-        """Render the prompt of a request up to the begin of the answer. Large prompts take a
+        """Render the prompt of a request up to the start of the answer. Large prompts take a
         second, so do not call this on the event loop.
 
         Raises:

@@ -74,8 +74,8 @@ class EngineCore(RunCore):
         self._lost_batches: list[Batch] = []
         # Number of pages with KV of each stream when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
-        self.held_pages: dict[StreamId, int] = {}  # The part that an agent has.
-        self.replicated_pages: dict[StreamId, int] = {}  # The part that comes with a loan.
+        self.held_pages: dict[StreamId, int] = {}  # Number of these pages that an agent has.
+        self.replicated_pages: dict[StreamId, int] = {}  # Those that come with a loan.
         # Lost cells by the base of a page, until all runs have restarted.
         self._lost_cells: dict[int, frozenset[Cell]] = {}
         self.worker = worker
@@ -400,7 +400,7 @@ class EngineCore(RunCore):
         """
         sequence = pull.sequence
         if (coming := self._coming.pop(sequence, None)) is not None:
-            # Its pages are not fetched a second time.
+            # Wait for the transfer from before the restart, to fetch no page twice.
             await asyncio.wait({coming})
             if sequence.phase is not SequencePhase.FINISHED:
                 own = sequence.pages

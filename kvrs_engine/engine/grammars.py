@@ -90,7 +90,7 @@ class Grammars:
         )
 
     def grammar(self, response_format: msgspec.Raw) -> Grammar | None:
-        """Return the grammar at the begin of the output; None: any text is allowed. Slow, so do not
+        """Return the grammar at the start of the output; None: any text is allowed. Slow, so do not
         call this on the event loop.
 
         Raises:
@@ -127,7 +127,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
                 below += value.values()
                 if isinstance(reference := value.get("$ref"), str):
                     references.add(reference)
-                # An automaton of n states for multiples of n, which is made whole.
+                # llguidance builds an automaton with n states for the multiples of n.
                 if isinstance(value.get("multipleOf"), int | float):
                     raise _refused("multipleOf is not supported")
             elif isinstance(value, list):

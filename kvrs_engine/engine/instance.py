@@ -226,7 +226,7 @@ class EngineInstance(ServedInstance):
         return core
 
     def _make_ring(self, ranks: RanksOnNodes, core: EngineCore) -> StageRing | None:
-        """None: no part of its pages goes to the hosts of others."""
+        """Return the replication of the stages' parts; None: the instance keeps no replicas."""
         config, replicas = self._place.config, self.port.replicas
         if replicas is None or self.settings.group is None:
             return None
@@ -363,7 +363,7 @@ class EngineInstance(ServedInstance):
                 )
             if self.anchored is not None:
                 self.anchored.ledger.drop()
-            # After the answer to this request.
+            # Answer this request first.
             kill = partial(os.kill, os.getpid(), signal.SIGKILL)
             asyncio.get_running_loop().call_later(_ANSWERED_S, kill)
             return

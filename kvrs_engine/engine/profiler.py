@@ -49,12 +49,12 @@ class ProfileOptions:
     label: str | None = None  # None: derived from model and device.
     device: str = "cpu"
     longest_tokens: int | None = (
-        None  # New tokens at most, and cached ones; None: 1,024, or what the model takes.
+        None  # Limit of new and of cached tokens; None: 1,024, or the model's limit.
     )
     max_batch: int = 16
     max_batch_tokens: int = (
         EngineSettings().max_batch_tokens
-    )  # Prefill goes in chunks of this, as it does in the engine.
+    )  # Size of a chunk of prefill, as in the engine.
     repeats: int = 3  # Number of measurements, of which the median is used.
     seed: int = 0  # Seed of the generated model.
 

@@ -120,7 +120,7 @@ class RankReports:
         ]
 
     def _fetch_s(self, cells: int) -> float:
-        """Return the time to fetch so many cells of a page from an agent; 0: not known."""
+        """Return the time to fetch `cells` cells of a page from an agent; 0: not known."""
         geometry = self._ranks.geometry
         rate = self._port.agents_bytes_per_s()
         return geometry.page_bytes * cells / geometry.page_cells / rate if rate else 0.0

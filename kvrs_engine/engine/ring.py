@@ -45,8 +45,8 @@ from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun
 
 log = logging.getLogger(__name__)
 
-# Pause before an instance that refused parts is asked again while another one accepts them, and
-# while none does.
+# Pauses before an instance that refused parts is asked again: while another instance accepts parts,
+# and while none does.
 _LAY_AGAIN_S = 5.0
 _RETRY_MAX_S = 1.0
 

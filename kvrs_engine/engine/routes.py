@@ -138,7 +138,7 @@ class InstanceHandlers:
         parse: Callable[[bytes], CompletionRequest | ChatRequest],
         kind: type[Answer],
     ) -> Response:
-        """Run to the end; a client that disconnects ends its run."""
+        """Serve a run to its end; a client that disconnects ends its run."""
         body = await request.read()
         asked = await self._admission.large.run(len(body), partial(parse, body))
         run = await self._admission.admit(asked)

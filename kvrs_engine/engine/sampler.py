@@ -1,7 +1,7 @@
 """The sampler, a function of (logits, parameters, seed, position) to the next token.
 
-An attempt that continues a stream elsewhere so draws the same tokens as the lost attempt would
-have.
+So an attempt that continues a stream elsewhere draws the tokens that the lost attempt would have
+drawn.
 """
 
 import hashlib

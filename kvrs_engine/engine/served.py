@@ -110,7 +110,7 @@ class ServedInstance(ABC):
         """Let a rank leave or come back; return the reason of a refusal, or None."""
         return f"rank: got {order.rank}; allowed: none, it is one process"
 
-    # Optional: it makes no drafts.
+    # Optional: only instances with a source of drafts use notices.
     def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027
         """Handle the notice of another instance that is restarting."""
 

@@ -192,7 +192,7 @@ def arithmetic_of(config: ModelConfig, geometry: KvGeometry, device: torch.devic
     The same weights on other hardware, or with another release of torch, give slightly different
     numbers, which cannot continue a stream exactly. So the digest covers the names of the hardware
     and the software, and sample results. It also covers the names of the fields of ModelConfig and
-    KvGeometry. For compatibility with older pages, models without experts have no field of them,
+    KvGeometry. For compatibility with older pages, models without experts have no field of experts,
     and all models have the fields of forms that are no longer served.
     """
     # Sets have no order, and end tokens do not affect KV.

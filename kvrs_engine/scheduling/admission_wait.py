@@ -20,7 +20,7 @@ class AdmissionWaitEstimator:
         # Time of the last departure, or when the engine became full; None: not full.
         self._since_s: float | None = None
         self._departures = 0
-        self._paused_s: float | None = None  # Begin of the current pause; None: no pause.
+        self._paused_s: float | None = None  # Start of the current pause; None: no pause.
 
     def pause(self, now_s: float) -> None:
         """Begin a pause of the engine, unless one has begun."""

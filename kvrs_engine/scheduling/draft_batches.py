@@ -1,6 +1,4 @@
-"""The batches of a draft model over streams of another instance. The module composes them; another
-one computes them and chooses tokens.
-"""
+"""The composition of a draft model's batches over streams of another instance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,7 +96,7 @@ class DraftBatches:
         return bursts
 
     def _has_pages(self, pages: list[int], tokens: int) -> bool:
-        """Allocate pages for so many tokens; False: not enough are free until other streams end."""
+        """Allocate pages for `tokens`; False: too few are free until other streams end."""
         missing = pages_for(tokens, self._settings.page_size_tokens) - len(pages)
         if missing > len(self._free):
             return False

@@ -18,7 +18,7 @@ of Golestani (1994). On arrival a sequence of n tokens in queue q gets the virtu
 
     F = max(F of the previous sequence in q, virtual time) + n * TOKEN_COST[q]
 
-The virtual time is the highest F whose history is computed, so that an empty queue accumulates no
+The virtual time is the highest F with a computed history, so that an empty queue accumulates no
 credit. The sequence with the lowest F is next. F never changes: admission, prefill and preemption
 use the same order, and two sequences never preempt each other in turns.
 """
@@ -44,8 +44,8 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._queues: dict[Queue, deque[Sequence]] = {queue: deque() for queue in Queue}
-        self._last_finish = dict.fromkeys(Queue, 0)  # The latest given in each queue.
-        self._virtual_time = 0  # The highest finish time whose history is computed.
+        self._last_finish = dict.fromkeys(Queue, 0)  # The latest finish time in each queue.
+        self._virtual_time = 0  # The highest finish time with a computed history.
         self._arrivals = 0
 
     def __len__(self) -> int:

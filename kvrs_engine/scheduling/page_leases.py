@@ -29,9 +29,8 @@ class LeaseEnds:
 
     def add(self, lease: PageLease) -> None:
         heappush(self._ends, self._entry(lease))
-        if (
-            len(self._ends) > 2 * len(self._leases) + 64
-        ):  # Mostly entries of leases that ended early.
+        # Rebuild a heap of which more than half are entries of leases that ended early.
+        if len(self._ends) > 2 * len(self._leases) + 64:
             self._ends = [self._entry(lease) for lease in self._leases.values()]
             heapify(self._ends)
 

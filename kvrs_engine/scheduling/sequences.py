@@ -197,7 +197,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Return the number of pages for so many tokens."""
+    """Return the number of pages that hold `tokens`."""
     return -(-tokens // page_size)
 
 

@@ -9,8 +9,8 @@ found by a search for the load level.
 
 The paper leaves the cost and the choice open. Here the candidates are the batches at which a rank
 has run out of tokens, and the whole budget; the best candidate has the most tokens per predicted
-second, on a tie the most tokens. Costs are integers, so that ties are exact; among equally loaded
-ranks the one of the first sequence in line comes first.
+second, on a tie the most tokens. Costs are integers, so that ties are exact. Among equally loaded
+ranks the rank of the first sequence in line comes first.
 """
 
 from bisect import bisect_right

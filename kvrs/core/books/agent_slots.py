@@ -21,7 +21,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotRequest, SlotUpdate
 
 LEASE_S = 10.0  # The slots of a dead proxy are free within this time.
-ANSWER_TIMEOUT_S = 0.25  # The longest that a recovery waits for an agent that hangs.
+ANSWER_TIMEOUT_S = 0.25  # Limit of a recovery's wait for an agent's answer.
 AGENT_COOLDOWN_S = 1.0  # Pause before an agent that did not answer is asked again.
 LOCAL_GRANT_WAIT_S = 0.25  # Wait for the end of a locally granted transfer.
 RENEW_TICK_S = 0.1  # A restarted agent learns of the held slots within this time.
@@ -102,7 +102,7 @@ class AgentSlots:
         if agent.health is not Health.UP or now_s < self._cooling_until_s.get(agent.id, 0.0):
             return self._grant_locally(held)
         if agent.info is not None and next(self._asked_of(agent.id), None) is None:
-            self._met[agent.id] = agent.info  # A restarted agent has no slot to learn of.
+            self._met[agent.id] = agent.info  # No slot is held there to renew.
         held.asked = agent.id, asked
         self._outbox(agent.id).acquire.append(asked)
         return agent.id

@@ -49,7 +49,7 @@ class Leases:
         has_work()
 
     def drop(self, instance: InstanceId, stream: StreamId) -> None:
-        """Stop to renew a lease that the instance has ended itself; no release is sent."""
+        """Stop renewing a lease that the instance has ended itself; no release is sent."""
         self._held[instance].pop(stream, None)
 
     def forget(self, instance: InstanceId) -> None:

@@ -47,7 +47,7 @@ class Timers:
         heappush(self.heap, (at_s, self._count, stream))
 
     def woken(self, now_s: float) -> None:
-        """Note the driver's wake-up. A wake-up before the requested time is an older one."""
+        """Note the driver's wake-up; an early wake-up belongs to an older request."""
         if self._requested_s is not None and self._requested_s <= now_s + SLACK_S:
             self._requested_s = None
 
@@ -63,7 +63,7 @@ class Timers:
         return stream
 
     def next_wake(self, now_s: float) -> act.WakeAt | None:
-        """Return the wake-up that the driver needs for the earliest alarm; None: it has one."""
+        """Return the wake-up to request for the earliest alarm; None: no request is needed."""
         earliest_s = self._earliest_s()
         if earliest_s is None:
             return None
@@ -103,7 +103,7 @@ class _Target:
     held: dict[StreamId, HeldSlot] = field(default_factory=dict)
     waiting: dict[StreamId, int] = field(default_factory=dict)  # Tickets, in ascending order.
     next_ticket: int = 0
-    # Computed at the first look-up after a change, so that most look-ups are O(1):
+    # The next two are computed at the first look-up after a change: most look-ups are O(1).
     first_end_s: float = 0.0
     mean_duration_s: float = 0.0
     is_counted: bool = True

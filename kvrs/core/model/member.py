@@ -88,11 +88,11 @@ class AnswerHealth:
     """
 
     consecutive: int = 0  # Number of failures since the last answer.
-    refuses_wrongly: bool = False  # Another instance has accepted a request that it refused.
+    refuses_wrongly: bool = False  # Another instance has accepted a refused request.
     abrupt_s: float = -inf  # Time of the last failure without an error message.
     is_ejected: bool = False
     ejections: int = 0
-    quick_deaths: int = 0  # Number of quick deaths in a row before it (`core/instances.py`).
+    quick_deaths: int = 0  # Previous quick deaths in a row (`core/instances.py`).
     readmitted_s: float = -inf
     cause: str = ""  # Cause of the last closing.
     closed_s: float = -inf
@@ -104,9 +104,9 @@ class AnswerHealth:
     asked_until_s: float = -inf  # End of the pause that the instance has requested.
     busies: int = 0  # Number of busy answers since the last other answer.
     tried_by: StreamId | None = None  # The stream of the attempt after the busy pause.
-    # Streams that wait for an answer, oldest first: begin of the wait, and predicted wait.
+    # Streams that wait for an answer, oldest first: start of the wait, and predicted wait.
     awaited: dict[StreamId, tuple[float, float]] = field(default_factory=dict)
-    awaited_from_s: float = -inf  # A lower bound of the first begin in `awaited`.
+    awaited_from_s: float = -inf  # A lower bound of the first start in `awaited`.
     whole: set[StreamId] = field(default_factory=set)  # Streams that get one whole answer.
     answered_s: float = -inf
 
@@ -124,7 +124,7 @@ class AnswerHealth:
             self.whole.add(stream)
 
     def owes(self, stream: StreamId) -> bool:
-        """Return whether the stream still waits for the begin of its answer."""
+        """Return whether the stream still waits for the start of its answer."""
         return stream in self.awaited or stream in self.whole
 
     def is_busy(self, now_s: float) -> bool:
@@ -204,7 +204,7 @@ class Member:
     group: str | None = None  # Instances of a group lend each other the hosts of stages.
     health: Health = Health.STARTING
     reason: str | None = None
-    # The reported info; its `own_prefill` is None if that instance is not configured.
+    # The reported info; `own_prefill` is None if the prefill instance is not configured.
     info: InstanceInfo = UNKNOWN
     load: LoadReport | None = None  # The last load report; None: not up.
     reported_s: float = 0.0  # Time of `load`.
@@ -216,7 +216,7 @@ class Member:
     # Digests of self-tests, as `GREEDY:SEEDED`: instances with equal parts continue each other's
     # output exactly. Empty: not known; `-`: no output is continued exactly.
     tokens: str = ""
-    # Name of the group of instances that compute the same but for near-ties. Empty: not known.
+    # Name of the group of instances whose tokens differ only at near-ties. Empty: not known.
     weights: str = ""
     is_minority: bool = False  # Most decode instances have other weights; gets no new request.
     up_s: float = 0.0  # Time of the start; later for a process after repeated quick deaths.

@@ -303,7 +303,8 @@ class Stream:
     first_token_sent: bool = False
     needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly.
     promise: ev.Promise = ev.Promise.NONE
-    excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()  # Processes that failed it.
+    # Processes at which it failed.
+    excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()
     refusals: tuple[RefusedBy, ...] = ()  # Refusals since an instance last accepted the stream.
 
     stage: Stage = Stage.WAITING

@@ -10,9 +10,8 @@ RaidServe's KV backup), or from rows of an engine's CPU tier that an agent serve
 target's own node sends at the measured rate of that path, and at `host_to_device_bytes_per_s` until
 the rate is measured.
 
-Reuse computes behind the front of the history that the target has itself; a second source may
-extend it: queue(target) [+ wait + hand-shake + more bytes / bandwidth] + prefill(rest given what is
-there).
+Reuse takes the front of the history from the target's own pages, perhaps extended by a second
+source: queue(target) [+ wait + hand-shake + more bytes / bandwidth] + prefill(rest given front).
 """
 
 from collections.abc import Iterable
@@ -160,7 +159,7 @@ def has_cached(stream: Stream, prefill: Member) -> bool:
     )
 
 
-# Fetches, of this option and of restore, reuse and split.
+# Fetches, for migrate, restore, reuse and split.
 
 
 def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Estimate]) -> None:

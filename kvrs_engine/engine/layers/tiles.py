@@ -67,7 +67,7 @@ def check_tile_products(weight: Tensor) -> None:
     in the tile nor on the other rows.
 
     Raises:
-        KvrsError: they do; exact recovery is impossible with this matrix library.
+        KvrsError: the bits differ; exact recovery is impossible with this matrix library.
     """
     rows = _sample((TILE_ROWS, weight.shape[0]), weight.device)
     expected = torch.mm(rows, weight)
@@ -84,7 +84,7 @@ def check_tile_products(weight: Tensor) -> None:
 
 
 def check_batched_products(rows: int, inner: int, columns: int, device: torch.device) -> None:
-    """Prove on this machine that the bits by `batched_product` depend neither on the place of a row
+    """Prove on this machine that the bits of `batched_product` depend neither on the place of a row
     nor on the place of a matrix in its group.
 
     Raises:

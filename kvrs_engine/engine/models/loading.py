@@ -137,7 +137,7 @@ def decoder_of(
 
 
 def with_rotary(decoder: Decoder, config: ModelConfig, positions: int) -> Decoder:
-    """Return the decoder with a rotary table for so many positions, on the CPU."""
+    """Return the decoder with a rotary table of `positions` rows, on the CPU."""
     whole = Share.whole(config.grain, config.layers)
     loader = _DecoderLoader(config, _Shapes(), torch.device("cpu"), whole)
     return replace(decoder, rotary=loader.rotary(positions))

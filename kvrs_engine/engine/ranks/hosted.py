@@ -341,7 +341,7 @@ class HostedStage:
             self._calls.on_home()
 
     def _join(self, connection: StageConnection) -> None:
-        """Subtract what the new host has counted before this session."""
+        """Subtract the new host's counts from before this session."""
         now, (number, layout, deaths) = connection.now, self._before
         number, layout = number + 1 - now.number, layout + 1 - now.layout.number
         self._before = number, layout, deaths - now.deaths

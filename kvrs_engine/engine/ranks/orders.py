@@ -176,7 +176,7 @@ class StageOrders:
             if isinstance(lost := computed.exception(), RanksLostError):
                 await link.send(StageStopped(order.batch, list(lost.ranks), lost.reason))
         finally:
-            # The session ends only after this.
+            # The session must not end before.
             await self._barred(computed)
         if lost is None:
             use = group.use(session.number)[self._stage]

@@ -97,7 +97,7 @@ class StageSession:
 
     @contextmanager
     def using(self, link: StageLink) -> Iterator[None]:
-        """Serve a link of the session; its end ends the session."""
+        """Serve a link of the session; the session ends with the link."""
         self._links.append(link)
         try:
             yield

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-# Beside a thread of normal priority, loads get a quarter of a processor, and copies while the same
-# ranks compute a tenth, because they slow the ranks' own steps. At the lowest priority a large unit
-# might take so long that its rank seems to hang. The kernel derives the priority of reads from
-# these values (ioprio_set(2)).
+# Loads get a quarter of a processor beside a thread of normal priority. Copies get a tenth, because
+# they slow the steps of their own ranks. A large unit at the lowest priority could take so much
+# time
+# that its rank seems to hang. The kernel derives the priority of reads from these values
+# (ioprio_set(2)).
 LOAD_NICE, COPY_NICE = 5, 10
 
 Result = TypeVar("Result")

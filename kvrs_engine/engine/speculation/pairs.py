@@ -28,7 +28,7 @@ _SETTINGS = EngineSettings(pages=_PROMPTS * 8)
 
 
 def write_pair(directory: Path, acceptance: float, seed: int, layers: int = LAYERS) -> float:
-    """Write `target`, with so many layers, and `draft` below the directory; return the acceptance
+    """Write `target`, with `layers` layers, and `draft` below the directory; return the acceptance
     rate by `agreement`.
 
     Raises:
