@@ -15,7 +15,7 @@ class UpCommand(msgspec.Struct, frozen=True):
     """A `kvrs lab up`, which writes a file with chosen ports for each of its proxies."""
 
     pid: int
-    file: str | None  # Its own configuration file; None: no file.
+    file: str | None  # Configuration file given to the command; None: no file.
     digest: str  # Digest of that file's configuration.
 
 

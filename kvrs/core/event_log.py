@@ -246,7 +246,7 @@ def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[act.Action, ...]:
 
 
 def _same(recorded: tuple[act.Action, ...], again: tuple[act.Action, ...]) -> bool:
-    # Compared as text too, because NaN does not equal itself.
+    # The comparison of texts is needed because NaN does not equal itself.
     return recorded == again or _text(recorded) == _text(again)
 
 

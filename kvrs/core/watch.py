@@ -1,4 +1,5 @@
-"""The watch of one process: when it is identified, fenced, up and lost, and when it is tried again.
+"""Watch of one process: when the process is identified, fenced, up and lost, and when it is tried
+again.
 
 Pure: no clock, no socket, no randomness. A shell connects, carries out the steps, and passes on
 with `now_s` what comes of them; the proxy's does so over sockets, the simulator's in virtual time.
@@ -43,7 +44,7 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.rows import NO_ROWS
 
-# Between two tries to reach a process, doubling.
+# First pause between attempts to reach a process; it doubles.
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
@@ -53,32 +54,35 @@ Report = TypeVar("Report", LoadReport, AgentReport)
 
 
 class DeathCause(StrEnum):
-    """How the loss of a process was noticed."""
+    """Sign by which a process's loss was noticed."""
 
     CONNECTION_LOST = "connection_lost"  # The connection of its reports was closed or reset.
     SILENT = "silent"  # No report came for too long.
-    UNUSABLE = "unusable"  # It answered, but as another server, version or epoch.
-    FAILED = "failed"  # It answered with an error, or with reports that cannot be read.
+    UNUSABLE = "unusable"  # The process answered as another server, version or epoch.
+    FAILED = "failed"  # The process answered with an error, or with unreadable reports.
 
 
 class WatchStep(Enum):
-    """The next thing that a shell does; it passes an answer to `answered`."""
+    """Next step of a shell, which passes the answer to `answered`."""
 
     IDENTIFY = auto()  # Ask the process for its identity.
-    FENCE = auto()  # Have it drop attempts by `Control.fences`; its answer is its identity.
-    LISTEN = auto()  # Read its reports, and end the connection when it is silent for `limit_s`.
-    SHAPE = auto()  # Ask for its identity because of its ranks; without an answer it goes on.
+    # Make the process drop attempts by `Control.fences`; its answer is its identity.
+    FENCE = auto()
+    # Read the process's reports, and end the connection after a silence of `limit_s`.
+    LISTEN = auto()
+    # Ask for the identity because of changed ranks; the watch goes on without an answer.
+    SHAPE = auto()
 
 
 class End(msgspec.Struct, frozen=True):
-    """The shell is to close the connection, and to pass this to `ended`."""
+    """Request to close the connection, and to pass this to `ended`."""
 
     cause: str
     death: DeathCause
 
 
 class WatchNote(Enum):
-    """A kind of message to people."""
+    """Kind of message to people."""
 
     REFUSED = auto()
     UNREACHED = auto()
@@ -87,7 +91,7 @@ class WatchNote(Enum):
 
 
 class WatchShell(Protocol):
-    """The surroundings of one watch. It decides nothing."""
+    """Shell of one watch. It decides nothing."""
 
     @property
     def url(self) -> str: ...
@@ -98,20 +102,20 @@ class WatchShell(Protocol):
     def came_up(self) -> None: ...
 
     def lost(self, epoch: int, cause: str, death: DeathCause, silent_s: float) -> None:
-        """Count and gossip the loss, which the core has handled. `silent_s`: since the last sign of
-        life.
+        """Count and gossip a loss that the core has handled. `silent_s`: time since the last sign
+        of life.
         """
 
     def note(self, note: WatchNote, detail: str | list[str]) -> None: ...
 
 
 class WatchLimits(msgspec.Struct, frozen=True):
-    """How long a watched process may go without a report."""
+    """Limits on a watched process's time without a report."""
 
     usual_s: float
-    overdue_s: float  # Enough where gossip reports the process dead.
-    # For one whose event loop stalls, while its heartbeats come, and where nothing else could take
-    # its streams.
+    overdue_s: float  # Limit if gossip reports the process dead.
+    # Limit while heartbeats arrive although the event loop stalls, and if nothing else could take
+    # the process's streams.
     longest_s: float
 
     @classmethod
@@ -124,10 +128,11 @@ class WatchLimits(msgspec.Struct, frozen=True):
     def silence_s(
         self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0, alone_for_s: float = 0.0
     ) -> float:
-        """A gossiped death only shortens the report timeout: it ends no watch by itself. A process
-        whose heartbeats have gone on for `beats_for_s` since its last report has until they are
-        overdue, too. One whose streams no other could take until `alone_for_s` after its last
-        report has its time from then on, whatever is gossiped: agents report silence as a death.
+        """Time limit of silence. A gossiped death only shortens the limit: it ends no watch by
+        itself. A process whose heartbeats continued for `beats_for_s` after its last report has
+        until they are overdue, too. A process whose streams no other could take until `alone_for_s`
+        after its last report has its time from then on, whatever is gossiped: agents report silence
+        as a death.
         """
         silence_s = self.overdue_s if is_gossiped_dead else self.usual_s
         if beats_for_s <= 0.0 and alone_for_s <= 0.0:
@@ -137,24 +142,27 @@ class WatchLimits(msgspec.Struct, frozen=True):
 
 
 class Watch(ABC, Generic[Known, Info, Report]):
-    """One process as its proxy sees it. What comes of a session that has ended changes nothing."""
+    """One process as its proxy sees it. Results of an ended session change nothing."""
 
     def __init__(self, known: Known, limits: WatchLimits, shell: WatchShell) -> None:
         self.known: Known = known
-        self.session: int | None = None  # None: between two connections.
-        self.silence = SilenceTimer(0.0)  # A new one with each session's LISTEN.
+        self.session: int | None = None  # Number of the session; None: between two connections.
+        self.silence = SilenceTimer(0.0)  # Replaced at each session's LISTEN.
         self._limits = limits
         self._shell = shell
         self._sessions = 0
-        self._info: Info | None = None  # The identity that was met in this session.
-        self._unmet: Report | None = None  # The last of an epoch that the process is asked for.
+        self._info: Info | None = None  # Identity of the process in this session.
+        # Last report of an epoch that the process is being asked about.
+        self._unmet: Report | None = None
         self._reported_s = 0.0
         self._pause_s = FIRST_PAUSE_S
 
     # Reports of the shell.
 
     def connects(self) -> int:
-        """The shell connects, to IDENTIFY the process; returns the session to name from now on."""
+        """Note that the shell connects to IDENTIFY the process; return the session to pass from now
+        on.
+        """
         self._sessions += 1
         self.session, self._info, self._unmet = self._sessions, None, None
         return self._sessions
@@ -162,7 +170,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
     def answered(
         self, session: int, step: WatchStep, info: Info, now_s: float
     ) -> WatchStep | End | None:
-        """The process has answered this step. None: there is nothing to do but to listen."""
+        """Take the process's answer to a step. None: only listen."""
         if session != self.session:
             return None
         if step is WatchStep.SHAPE:
@@ -182,7 +190,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
         if report.epoch == info.epoch:
             return self._take(info, report, now_s)
         if before.epoch < info.epoch > report.epoch:
-            return None  # Fenced once more since it reported.
+            return None  # The process was fenced again since it reported.
         fault = f"reports epoch {report.epoch}, but is in {info.epoch}"
         return End(fault, DeathCause.FAILED)
 
@@ -200,11 +208,11 @@ class Watch(ABC, Generic[Known, Info, Report]):
         return self._take(info, report, now_s)
 
     def beat(self, now_s: float) -> None:
-        """A heartbeat of the process came: while its event loop stalls, it has these alone."""
+        """Note a heartbeat, the only sign of life while the event loop stalls."""
         self.known.beat_s = now_s
 
     def limit_s(self, now_s: float) -> float:
-        """Return how long the process may be silent, as matters stand."""
+        """Return how long the process may be silent at present."""
         assert self._info is not None
         return self._limits.silence_s(
             is_gossiped_dead=self._shell.is_gossiped_dead(self._info.epoch),
@@ -213,8 +221,8 @@ class Watch(ABC, Generic[Known, Info, Report]):
         )
 
     def ended(self, session: int, cause: str, death: DeathCause, now_s: float) -> float | None:
-        """The connection has ended, or is to end. Return the pause before the next one; None: the
-        session had ended before.
+        """Note the end of the connection. Return the pause before the next; None: the session had
+        ended before.
         """
         if session != self.session:
             return None
@@ -235,12 +243,12 @@ class Watch(ABC, Generic[Known, Info, Report]):
     # Decisions on reports.
 
     def _take(self, info: Info, report: Report, now_s: float) -> WatchStep | End | None:
-        """A report of the process that was met."""
+        """Take a report of the identified process."""
         known = self.known
         if self._must_drain(info, report):
             return None
         if known.health is not Health.UP or known.info is None or known.info.epoch != info.epoch:
-            # Again: another instance may have become the measure since this one was met.
+            # Checked again: another instance may have become the reference since.
             if (fault := self._fault(info)) is not None:
                 return End(fault, DeathCause.UNUSABLE)
             self._up(info, now_s)
@@ -259,11 +267,11 @@ class Watch(ABC, Generic[Known, Info, Report]):
             self.known.reason = reason
             self._shell.note(note, reason)
 
-    # Differences of instances and agents.
+    # Differences between instances and agents.
 
     @abstractmethod
     def _fault(self, info: Info) -> str | None:
-        """Why the process must not be used."""
+        """Reason why the process must not be used."""
 
     @abstractmethod
     def _up(self, info: Info, now_s: float) -> None: ...
@@ -281,7 +289,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
         return False
 
     def _others_since_s(self, now_s: float) -> float:
-        """Since when others could take what this process does."""
+        """Time since which others could take this process's streams."""
         return -inf
 
     def _reshape(self, info: Info) -> None:
@@ -294,7 +302,7 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
     ) -> None:
         super().__init__(known, limits, shell)
         self._control = control
-        # The shape of its ranks: when they were learned, and as the process was asked for them.
+        # Shape of the ranks as last learned, and as last requested.
         self._shape: tuple[int, int, int] | None = None
         self._asked_shape: tuple[int, int, int] | None = None
 
@@ -331,7 +339,7 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         return None if self._asked_shape == self._shape else WatchStep.SHAPE
 
     def _relist(self, info: InstanceInfo, now_s: float) -> InstanceInfo:
-        """The same process serves other names than before."""
+        """Note that the same process serves other names than before."""
         self._info = info
         self._control.tell(ev.NamesListed(info.id, info.epoch, info.names), now_s)
         self._control.instances.names.changed()

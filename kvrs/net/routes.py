@@ -33,7 +33,7 @@ class Request(msgspec.Struct, eq=False):
 
     method: str
     path: str
-    # Replaced by an empty value at admission, since nothing reads them afterwards.
+    # Headers, which admission empties, since nothing reads them afterwards.
     headers: CIMultiDictProxy[str]
     keep_alive: bool
     minor_version: int  # Minor version of HTTP/1.

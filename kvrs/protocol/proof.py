@@ -106,7 +106,7 @@ class ClientProof:
 
     @property
     def wanted_bytes(self) -> int:
-        """How many bytes to read at most."""
+        """Most bytes to read now."""
         return _wanted(self._buffer, _REPLY_BYTES)
 
     def receive(self, data: bytes) -> bytes:

@@ -1,8 +1,8 @@
-"""The checkpoint sender sends newly filled pages to agents in the background.
+"""Sender of newly filled pages to agents, in the background.
 
-The engine never waits for this. It lends at most `backup.staging_pages` of its pages at a time,
-each until an agent has stored it, or has stalled for `transfer.stall_timeout_s`. That includes the
-time in which checkpoints wait for hand-offs and recoveries to the same node.
+The engine never waits for the sender. It lends at most `backup.staging_pages` of its pages at a
+time, each until an agent has stored it, or has stalled for `transfer.stall_timeout_s`. That
+includes waiting for hand-offs and recoveries to the same node.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from kvrs.transfer.peers import HeldPages, Peer
 
 log = logging.getLogger(__name__)
 
-GATHER_S = 0.05  # Pages that streams fill meanwhile go in one message; a checkpoint lags so far.
+# Time for which filled pages are gathered in one message, and so the lag of a checkpoint.
+GATHER_S = 0.05
 
-DueRange = tuple[CheckpointDelivery, int, int]  # The first page and the end of what is sent next.
+# A delivery, with the first page and the end of its next range.
+DueRange = tuple[CheckpointDelivery, int, int]
 
 
 class HolderMovedError(TransferError):
-    """Another one stands in the holder's place from now on."""
+    """Another holder has replaced this one."""
 
 
 class CheckpointSender(ABC):
-    """Sends the pages of one instance to those that keep them. All methods run on its event
-    loop.
-    """
+    """Sends the pages of one instance to their holders. All methods run on its event loop."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class CheckpointSender(ABC):
         clock: Callable[[], float],
         retry_most_s: float = RETRY_MOST_S,
     ) -> None:
-        """`staging_pages`: at most so many are lent. `retry_most_s`: until a holder that does not
-        answer is asked again.
+        """`staging_pages`: most lent pages. `retry_most_s`: longest pause before a silent holder is
+        asked again.
         """
         self.lent_pages = 0
         self.backlog = CheckpointBacklog(page_size_tokens)
@@ -61,22 +61,22 @@ class CheckpointSender(ABC):
 
     @abstractmethod
     def is_over(self, delivery: CheckpointDelivery) -> bool:
-        """The stream of a sequence that has ended needs no checkpoint any more."""
+        """The stream of an ended sequence no longer needs a checkpoint."""
 
     @abstractmethod
     async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
-        """Raises TransferError: the agent does not answer."""
+        """Offer a delivery. Raises TransferError: the agent does not answer."""
 
     @abstractmethod
     async def send(
         self, agent: Peer, ranges: Sequence[DueRange]
     ) -> list[tuple[int, HeldPages] | None]:
-        """Send the leading pages of each range that are there: how many, and the agent's answer;
-        None: not even the first is.
+        """Send the leading present pages of each range; return per range their number and the
+        agent's answer; None: the first page is missing.
 
         Raises:
-            HolderMovedError: nothing was sent; the offers are to be made again at once.
-            TransferError: they cannot be read, or the agent does not answer.
+            HolderMovedError: nothing was sent; the offers must be repeated at once.
+            TransferError: the pages cannot be read, or the agent does not answer.
         """
 
     @property
@@ -84,7 +84,7 @@ class CheckpointSender(ABC):
         return self._agents
 
     def learn(self, agents: Mapping[InstanceId, Peer]) -> None:
-        """Send to further agents, or to those that are known at another address."""
+        """Add agents, or update their addresses."""
         known, self._agents = self._agents, {**self._agents, **agents}
         for agent in agents.keys() - known.keys():
             self._wakes[agent] = asyncio.Event()
@@ -92,7 +92,7 @@ class CheckpointSender(ABC):
                 self._senders.create_task(self._serve(agent))
 
     def wake(self, agents: Sequence[InstanceId]) -> None:
-        """There is something to send to these."""
+        """Wake the tasks of these agents: something is to be sent."""
         for agent in agents:
             self._wakes[agent].set()
 
@@ -102,8 +102,8 @@ class CheckpointSender(ABC):
         assert 0 <= self.lent_pages <= self._staging_pages
 
     async def run(self) -> None:
-        """Serve all agents until cancelled, each by a task of its own: one that stalls delays no
-        other.
+        """Serve all agents until cancelled, each by a task of its own, so that a stalling agent
+        delays no other.
         """
         async with asyncio.TaskGroup() as self._senders:
             for agent in self._agents:
@@ -132,7 +132,7 @@ class CheckpointSender(ABC):
                 pause_s = RETRY_S if sent else pause_s
 
     async def _due(self, agent: InstanceId) -> None:
-        """Wait until there is something to do for that agent."""
+        """Wait until there is work for the agent."""
         wake = self._wakes[agent]
         while (due_in_s := self.backlog.due_in_s(agent, self.clock())) != 0:
             wake.clear()
@@ -146,8 +146,8 @@ class CheckpointSender(ABC):
                 timer.cancel()
 
     async def _round(self, peer: Peer) -> tuple[int, bool]:
-        """Make what offers are due, then send one batch. Returns how many pages were sent, and
-        whether there were more.
+        """Make due offers, then send one batch. Returns the number of sent pages, and whether more
+        remain.
         """
         agent = peer.instance
         for delivery in self.backlog.endings(agent):
@@ -169,7 +169,7 @@ class CheckpointSender(ABC):
             self._room.set()
 
     async def _send(self, peer: Peer, ranges: Sequence[DueRange]) -> int:
-        """Send what there is of these ranges; returns how many pages that were."""
+        """Send the present pages of these ranges; return their number."""
         answers = await self.send(peer, ranges)
         now_s, sent = self.clock(), 0
         for (delivery, first, _), answer in zip(ranges, answers, strict=True):
@@ -181,7 +181,7 @@ class CheckpointSender(ABC):
         return sent
 
     async def _budget(self) -> int:
-        """How many pages may be lent for one agent, when any may."""
+        """Wait for free staging pages; return the number for one agent."""
         while self.lent_pages == self._staging_pages:
             self._room.clear()
             await self._room.wait()

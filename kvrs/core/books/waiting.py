@@ -95,7 +95,7 @@ class HeldSlot:
     ticket: int
     # The agent and the request that it may have granted, even if no answer came.
     asked: tuple[InstanceId, SlotRequest] | None = None
-    is_local: bool = False  # Granted by the proxy itself, without the agent.
+    is_local: bool = False  # The proxy itself granted the slot, without the agent.
 
 
 @dataclass(slots=True)

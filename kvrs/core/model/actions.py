@@ -46,7 +46,7 @@ class PromptLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
-    """How one attempt produces a stream's next tokens.
+    """Plan by which one attempt produces a stream's next tokens.
 
     With `prefill`, the whole history goes to that instance first and `decode` gets its hand-off.
     Without `prefill`, `decode` takes the history directly, fetches the pages of `runs` and computes
@@ -164,7 +164,8 @@ class GiveUp(_Action, frozen=True, omit_defaults=True):
     reason: Reason
     message: str
     retry_after_s: float
-    cached: dict[InstanceId, int] = {}  # As in `Start`, for a refusal with `Reason.OVERLOADED`.
+    # Cached tokens as in `Start`, for a refusal with `Reason.OVERLOADED`.
+    cached: dict[InstanceId, int] = {}
 
 
 class Ejected(_Action, frozen=True):

@@ -43,7 +43,7 @@ class PrefillOrder:
     """
 
     def __init__(self, by_node: Mapping[NodeId, Sequence[Member]]) -> None:
-        self.members: list[Member] = []  # Sorted as at the last call of `least_first`.
+        self.members: list[Member] = []  # Members, sorted as at the last call of `least_first`.
         self._by_node = by_node
         # Nodes whose instances have changed in work, streams or pairs.
         self.changed: dict[NodeId, None] = {}

@@ -153,7 +153,7 @@ class LoadReported(_Event, frozen=True):
     has_peers: bool = False  # Other proxies use the instance as well.
     # Mean time between two tokens of a stream there, if the ranks change; 0: not known.
     token_s: float = 0.0
-    # As in `InstanceLost`, if the instance drains or re-forms.
+    # Produced tokens as in `InstanceLost`, if the instance drains or re-forms.
     produced_tokens: Mapping[StreamId, int] = msgspec.field(default_factory=dict)
 
 

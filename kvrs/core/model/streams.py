@@ -285,7 +285,7 @@ class Stream:
     common_deadlines: ev.Deadlines = ev.NO_DEADLINES  # Deadlines of section `slo`.
     tenant: str = ""
     arrived_s: float = 0.0
-    name: str = ""  # As in `StreamArrived`.
+    name: str = ""  # Name that the client asked for, as in `StreamArrived`.
     prefix: Prefix = NO_PREFIX  # Hash chain of the prompt.
     # Prompt tokens presumed cached at the candidates of the last placement; a load from an agent
     # counts less the time that it takes.

@@ -90,7 +90,7 @@ class RequestObserver:
         if self._tracer is not None:
             self._tracer.begin(context, request.method)
         CURRENT.set(context)
-        request.id = context.id  # Needed by responses that write their head themselves.
+        request.id = context.id  # Responses that write their head themselves need the id.
         began_s, status, tenant = self._clock(), CLIENT_GONE, self._tenants.only
         try:
             try:

@@ -1,4 +1,4 @@
-"""Sends the batches of leases that are due, until cancelled."""
+"""Sender of due batches of leases."""
 
 import asyncio
 import logging
@@ -23,7 +23,9 @@ class LeaseSender:
         unknown: Callable[[InstanceId, list[StreamId], float], None],
         clock: Callable[[], float],
     ) -> None:
-        """`unknown` gets what an answer says is not retained, and the time by `clock`."""
+        """`unknown` gets the streams that an answer reports as not retained, and the time by
+        `clock`.
+        """
         self._leases = leases
         self._holders = holders
         self._is_up = is_up
@@ -51,6 +53,6 @@ class LeaseSender:
             answer = await self._holders[instance].leases(update)
         except UpstreamError as error:
             log.warning("leases not renewed", extra={"instance": instance, "cause": str(error)})
-            return  # Releases that did not arrive run out by themselves.
+            return  # Leases whose release was lost expire.
         if answer.unknown:
             self._unknown(instance, answer.unknown, self._clock())

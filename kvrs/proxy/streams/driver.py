@@ -1,5 +1,5 @@
-"""The core of a proxy among its engines and agents: its decisions about streams, performed with
-tasks, timers and clients.
+"""Driver of the core: it performs the core's decisions about streams with tasks, timers and
+clients.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from kvrs.proxy.wire.requests import CURRENT
 
 log = logging.getLogger(__name__)
 
-_REFUSED_RETRY_S = 10.0  # Somebody has to mend the instances first.
+_REFUSED_RETRY_S = 10.0  # Retry delay of clients: an operator must repair the instances first.
 _STATUS = {
     act.Reason.NO_INSTANCE: 503,
     act.Reason.OVERLOADED: 503,
@@ -44,20 +44,20 @@ _STATUS = {
     act.Reason.RETRIES: 502,
     act.Reason.DENIED: 502,
     act.Reason.INEXACT: 502,
-    # A client repeats a request that got 5xx, and must not repeat one that ends instances.
+    # Not a 5xx: clients repeat these, and must not repeat a request that kills instances.
     act.Reason.POISON: 422,
 }
 _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
 
-# A client that tries again gets the same.
+# A repeated request fails likewise.
 _NOT_AGAIN = (act.Reason.POISON, act.Reason.DENIED)
-# Refusals of new requests, which are counted and not logged one by one.
+# Refusals of new requests, which are counted but not logged individually.
 _SHED = (act.Reason.OVERLOADED,)
 
 
 class Driver:
-    """Sees streams through, and performs what the core decides, as its `Shell`. It owns every task
-    that runs for a stream. All methods run on one event loop.
+    """Runs streams to their end, and performs the core's decisions, as its `Shell`. It owns every
+    task that runs for a stream. All methods run on one event loop.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Driver:
         self.agent_backends = agent_backends
         self.engine = config.cluster.backend
         self.request_timeout_s = config.proxy.request_timeout_s
-        # A proxy that is started in the place of this one gets another one.
+        # A proxy that replaces this one has another id.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
         self.control = control = Control[OpenStream](
@@ -119,16 +119,15 @@ class Driver:
 
     @property
     def default_tokens(self) -> int | None:
-        """The most output tokens of a chat that names no `max_tokens`; None: as many as the context
-        has room for.
-        """
+        """Output limit of a chat without `max_tokens`; None: the rest of the context."""
         return self._files.default_max_tokens if self.engine is Engine.VLLM else None
 
     # Methods for streams.
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
-        """See one stream through; a caller that is cancelled takes the stream with it."""
-        if journal.lacks_ids and not journal.finished:  # Of another proxy, or a cut connection.
+        """Run one stream to its end; cancelling the caller ends the stream."""
+        # The stream comes from another proxy, or from a cut connection.
+        if journal.lacks_ids and not journal.finished:
             return Failed(502, error_body(NO_IDS, kind="server_error", code="inexact"))
         can_run = journal.output_ids or self.control.policy.members
         if not can_run and (cause := all_refused(self.control.instances)) is not None:
@@ -159,7 +158,7 @@ class Driver:
             if live.task is not None:
                 live.task.begin()
             return await outcome
-        except BaseException:  # The client is gone, or a bug: any other end has closed it.
+        except BaseException:  # The client has left, or a bug: any other end has closed the stream.
             self.control.close(live, self.clock())
             raise
         finally:
@@ -192,26 +191,26 @@ class Driver:
         await self.context.slots.close()
         await self.context.hand_offs.close()
 
-    # What the core decides, as its `Shell`.
+    # Decisions of the core, which this class performs as its `Shell`.
 
     def begin_attempt(self, live: OpenStream, plan: act.Plan, *, gives_end: bool = False) -> None:
         if not gives_end:
             phase = StreamPhase.DECODE if plan.prefill is None else StreamPhase.PREFILL
             live.enter(phase, plan.prefill or plan.decode)
-        # A client that has just left ends its stream when its own task runs.
+        # The stream of a client that has just left ends when its own task runs.
         if live.outcome.done():
             return
         work = AttemptCalls(live, plan, self.context).run(gives_end=gives_end)
         live.task = task = EagerTask(work, self._task_ended)
         self._tasks[task] = live
-        # Decisions that belong together are carried out before.
+        # Decisions that belong together are performed first.
         if not live.is_opening:
             task.begin_soon()
 
     def end_attempt(self, live: OpenStream) -> None:
         live.enter(StreamPhase.WAITING, None)
         if live.task is not None:
-            live.task.cancel()  # Its connection is closed as it ends.
+            live.task.cancel()  # The task closes its connection as it ends.
             live.task = None
 
     def catch_up_soon(self) -> None:
@@ -261,7 +260,7 @@ class Driver:
         if not self._tasks and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
         if error is not None and not isinstance(error, asyncio.CancelledError):
-            # A bug of ours. The client's handler raises it, so that neither of them goes on as if
+            # A bug of kvrs. The client's handler raises it, so that neither task goes on as if
             # nothing had happened.
             log.error("attempt ended by a bug", exc_info=error)
             if not live.outcome.done():
@@ -330,6 +329,6 @@ class Driver:
 
 
 def out_of_time(what: str, limit_s: float | None) -> Failed:
-    """The end of a request by `proxy.request_timeout_s`."""
+    """Failure of a request by `proxy.request_timeout_s`."""
     message = f"no {what} came within {limit_s:g} s (proxy.request_timeout_s)"
     return Failed(504, error_body(message, kind="server_error", code="timeout"))

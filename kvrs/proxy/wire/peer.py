@@ -45,7 +45,7 @@ class Peer:
     async def watch(
         self, path: str, interval_s: float, kind: type[Answer]
     ) -> AsyncIterator[AsyncIterator[Answer]]:
-        """Reports, one per line, until the connection ends, as it does with the process."""
+        """Reports, one per line, until the connection ends with the process."""
         async with (
             self.pool.lines(f"{path}?watch={interval_s}") as lines,
             aclosing(_reports_of(lines, kind)) as reports,
@@ -83,7 +83,7 @@ def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
 
 
 async def _reports_of(lines: AsyncIterator[bytes], kind: type[Answer]) -> AsyncGenerator[Answer]:
-    """Raises UpstreamError: a line is no such report."""
+    """Decode lines to reports. Raises UpstreamError: a line is not such a report."""
     async for line in lines:
         try:
             yield msgspec.json.decode(line, type=kind)
