@@ -93,65 +93,6 @@ def send_all(backlog: CheckpointBacklog, now_s: float = 0.0, agent: InstanceId =
         backlog.stored(delivery, first, ok(end), now_s)
 
 
-def test_a_holder_is_asked_before_it_is_sent_anything() -> None:
-    """Pages that it has already, from an earlier attempt or from another stream with the same
-    beginning, are not sent.
-    """
-    backlog = CheckpointBacklog(PAGE)
-    following(backlog, "s", 5)
-
-    assert planned(backlog) == []
-    offer_all(backlog, held_pages=3)
-
-    assert backlog.offers(A, 0.0) == []
-    assert planned(backlog) == [("s", 3, 5)]
-    assert backlog.lag_pages == 2
-
-
-def test_the_oldest_stream_goes_first_and_the_budget_is_kept() -> None:
-    """However the pages came: the stream that was begun first has waited longest."""
-    backlog = CheckpointBacklog(PAGE)
-    first, second = sequence_of("first", 4), sequence_of("second", 4)
-    for sequence in (first, second):
-        backlog.follow(sequence, to(A), handed_over=False)
-    for sequence in (second, first):
-        backlog.filled(compute(sequence, 4), 0.0)
-    offer_all(backlog)
-
-    assert planned(backlog, budget=6) == [("first", 0, 4), ("second", 0, 2)]
-    assert planned(backlog, budget=4) == [("first", 0, 4)]
-
-
-def test_a_stream_without_checkpoints_costs_a_look_into_a_table() -> None:
-    """And leaves nothing behind."""
-    backlog = CheckpointBacklog(PAGE)
-    sequence = compute(sequence_of("s", 3), 3)
-
-    backlog.follow(sequence, [], handed_over=False)
-
-    assert backlog.filled(sequence, 0.0) == []
-    backlog.ended(sequence, send_rest=True)
-    backlog.check()
-
-
-def test_lag_returns_to_zero_and_nothing_is_due_then() -> None:
-    backlog = CheckpointBacklog(PAGE)
-    sequence = following(backlog, "s", 2, A, B)
-    assert backlog.lag_pages == 4
-
-    for agent in (A, B):
-        offer_all(backlog, agent=agent)
-        send_all(backlog, agent=agent)
-    assert (backlog.lag_pages, backlog.due_in_s(A, 0.0), backlog.due_in_s(B, 0.0)) == (
-        0,
-        None,
-        None,
-    )
-
-    assert set(backlog.filled(compute(sequence, 3), 1.0)) == {A, B}
-    assert planned(backlog) == [("s", 2, 3)]
-
-
 @pytest.mark.parametrize(
     ("code", "sending"),
     [(StoreCode.FENCED, False), (StoreCode.FENCED, True), (StoreCode.FULL, True)],
@@ -238,22 +179,6 @@ def test_a_lost_holder_is_asked_again_and_the_stream_is_unprotected_meanwhile() 
 
     assert backlog.unprotected == 0
     assert planned(backlog) == [("s", 1, 4)]
-
-
-def test_a_holder_that_has_less_than_before_gets_an_offer_first() -> None:
-    """Another process answered, which has reserved nothing for the stream."""
-    backlog = CheckpointBacklog(PAGE)
-    sequence = following(backlog, "s", 3)
-    offer_all(backlog)
-    send_all(backlog)
-    backlog.filled(compute(sequence, 4), 1.0)
-    [(delivery, first, _)] = backlog.ranges(A, 1.0, 10)
-
-    backlog.stored(delivery, first, ok(0), 1.0)
-
-    assert planned(backlog, now_s=1.0 + STUCK_S) == []
-    offer_all(backlog, now_s=1.0 + STUCK_S)
-    assert planned(backlog, now_s=1.0 + STUCK_S) == [("s", 0, 4)]
 
 
 @pytest.mark.parametrize("held_before", [0, 1])
@@ -401,17 +326,6 @@ def test_what_a_prefill_computed_goes_on_after_its_end_and_is_forgotten_when_it_
     backlog.check()
 
 
-def test_the_end_of_a_decode_run_forgets_what_is_left() -> None:
-    """Its stream is over, or another attempt goes on with it."""
-    backlog = CheckpointBacklog(PAGE)
-    sequence = following(backlog, "s", 5)
-
-    backlog.ended(sequence, send_rest=False)
-
-    assert (backlog.lag_pages, backlog.due_in_s(A, 0.0)) == (0, None)
-    backlog.check()
-
-
 def test_pages_that_were_given_up_wait_until_they_are_filled_again() -> None:
     """A preempted sequence computes them again; an ended one does not."""
     backlog = CheckpointBacklog(PAGE)
@@ -494,6 +408,7 @@ class Deliveries(RuleBasedStateMachine):
     def round(self, agent: InstanceId, budget: int, code: StoreCode) -> None:
         for delivery in self.backlog.offers(agent, self.now_s):
             stream = delivery.claim.stream
+            assert not delivery.offered, "offered once more"
             if code is StoreCode.OK:
                 self.promised.add((agent, stream))
             self.backlog.offered(
