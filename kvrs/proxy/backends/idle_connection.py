@@ -1,20 +1,15 @@
 """An idle connection to a server without a watch of its own: its end signals a death."""
 
 import asyncio
-from contextlib import suppress
-from urllib.parse import urlsplit
 
-from kvrs.process.descriptors import is_exhausted
-from kvrs.proxy.wire.errors import unreached
-from kvrs.proxy.wire.pool import wait_for_descriptor
+from kvrs.proxy.wire.pool import Pool
 
 
 class IdleConnection:
     """An idle connection, which the kernel ends at once when the server's process dies."""
 
-    def __init__(self, url: str) -> None:
-        address = urlsplit(url)
-        self._host, self._port = address.hostname, address.port
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._gone: asyncio.Task[None] | None = None
         # Pause before connecting again, in case the server closes idle connections at once.
         self._must_pause = False
@@ -46,16 +41,9 @@ class IdleConnection:
         return True
 
     async def _hold(self) -> None:
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection(self._host, self._port)
-                break
-            except OSError as error:
-                if not is_exhausted(error):
-                    raise unreached(error) from None
-            await wait_for_descriptor()
+        ended = asyncio.Event()
+        upstream = await self._pool.connect(lambda *_: ended.set())
         try:
-            with suppress(ConnectionError):
-                await reader.read(1)
+            await ended.wait()
         finally:
-            writer.transport.abort()
+            upstream.close()

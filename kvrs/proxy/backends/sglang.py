@@ -207,7 +207,7 @@ class SglangBackend(StockPeer):
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
         """Load reports without time limits: the watcher sets one."""
-        async with IdleConnection(self.url) as idle:
+        async with IdleConnection(self.pool) as idle:
             while True:
                 yield await self.load()
                 pause_s = interval_s if is_awaited() else max(interval_s, _IDLE_INTERVAL_S)

@@ -219,7 +219,7 @@ class VllmBackend(VllmServer):
     ) -> AsyncGenerator[LoadReport]:
         clock = asyncio.get_running_loop().time
         read_s, report = 0.0, None
-        async with IdleConnection(self.url) as idle:
+        async with IdleConnection(self.pool) as idle:
             while True:
                 if self._denied is not None:
                     raise UnusableError(self._denied)

@@ -11,10 +11,9 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,8 +36,6 @@ from kvrs.proxy.wire.upstream import Lost, Need, Upstream, WholeReader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, reset_timeout
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 1.0
 KEPT_S = 10.0  # A connection that no call uses.
@@ -169,7 +166,7 @@ class Pool:
         Raises:
             UpstreamError: there is no connection.
         """
-        upstream = await connect_with_descriptor(partial(self._connect, _fail_now), self.url)
+        upstream = await self.connect(_fail_now)
         try:
             lines = Lines(upstream, path)
             lines.until(await upstream.send((self._get % path).encode(), b"", lines))
@@ -189,7 +186,27 @@ class Pool:
             upstream, _ = self._kept.popitem()
             if not upstream.transport.is_closing():
                 return upstream
-        return await connect_with_descriptor(partial(self._connect, self._forget), self.url)
+        return await self.connect(self._forget)
+
+    async def connect(self, lost: Lost) -> Upstream:
+        """Open a connection; `lost` is called at its end.
+
+        Raises:
+            UpstreamError: there is none; the process may be dead.
+        """
+        made = await self._connect(lost)
+        if made is None:
+            log.warning("waits for a descriptor to connect with", extra={"url": self.url})
+        until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
+        while made is None:
+            if time.monotonic() > until_s:
+                # As if the other side were busy: it is not to blame, and the stream may wait on.
+                raise BusyError("the proxy has no descriptor to connect with", 503, None)
+            # Connections of others may end, which is no silence of the other side.
+            await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
+            reset_timeout()
+            made = await self._connect(lost)
+        return made
 
     def give_back(self, upstream: Upstream) -> None:
         if not upstream.leave():
@@ -353,28 +370,3 @@ def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _OPTIONS:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-async def connect_with_descriptor(connect: Callable[[], Awaitable[T | None]], url: str) -> T:
-    """Call `connect` until there is a descriptor for it: without one it returns None.
-
-    Raises:
-        BusyError: there was none for too long.
-    """
-    made = await connect()
-    if made is None:
-        log.warning("waits for a descriptor to connect with", extra={"url": url})
-    until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
-    while made is None:
-        if time.monotonic() > until_s:
-            # As if the other side were busy: it is not to blame, and the stream may wait on.
-            raise BusyError("the proxy has no descriptor to connect with", 503, None)
-        await wait_for_descriptor()
-        made = await connect()
-    return made
-
-
-async def wait_for_descriptor() -> None:
-    """Wait a moment for connections of others to end, which is no silence of the other side."""
-    await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
-    reset_timeout()

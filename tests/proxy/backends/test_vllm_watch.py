@@ -15,14 +15,14 @@ from kvrs.proxy.backends.vllm_server import VllmServer
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.watcher import Watcher
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
 from kvrs_testkit.vllm_cluster import Builder
 
 
 @pytest.mark.network
 async def test_a_watch_that_is_cancelled_as_its_process_dies_is_cancelled() -> None:
     """Else the watcher would go on for ever, and the proxy with it."""
-    idle = IdleConnection("http://127.0.0.1:1")
+    idle = IdleConnection(Pool(Access(), "http://127.0.0.1:1"))
 
     async def watch() -> None:
         async with idle:

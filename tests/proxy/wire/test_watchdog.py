@@ -223,13 +223,14 @@ def test_a_call_waits_30_s_for_a_descriptor_and_looks_ten_times_a_second(
     """Connections of others end meanwhile; the instance is not to blame."""
     tries_s: list[float] = []
 
-    async def connect() -> None:
+    async def connect(*_: object) -> None:
         tries_s.append(virtual_loop().time())
 
     async def waits() -> None:
         monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=virtual_loop().time))
+        monkeypatch.setattr(Pool, "_connect", connect)
         with pytest.raises(BusyError):
-            await pool.connect_with_descriptor(connect, "http://d0")
+            await Pool(Access(), "http://d0").take()
 
     run_virtually(waits())
 
