@@ -13,7 +13,6 @@ from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError
-from kvrs.net.admin import AdminPort
 from kvrs.net.tls import load_certificates
 from kvrs.tables import output
 from kvrs_lab.cluster.fault_injection import (
@@ -24,6 +23,7 @@ from kvrs_lab.cluster.fault_injection import (
 )
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.faults.language import Fault, load_faults, parse_faults
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import Progress
 from kvrs_lab.load.passes import Run, Target, run_pass
 from kvrs_lab.load.progress import progress_bar

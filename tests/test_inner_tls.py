@@ -18,11 +18,12 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.ids import InstanceId
 from kvrs.net import tls
-from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError
 from kvrs.protocol.fault_orders import NoFault
 from kvrs.proxy.server import Proxy
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.server import serve_http
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_testkit.certificates import MISSING, Authority
 from kvrs_testkit.free_ports import free_ports
 from tests.agent.agents import SECRET, running

@@ -19,12 +19,12 @@ import aiohttp
 
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.net.admin import AdminPort
 from kvrs.protocol.fault_orders import DeviceFault
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.cluster.processes import Progress
 from kvrs_lab.cluster.victims import open_rank
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.report.metrics import percentile
 
 ENGINE = InstanceId("e0")

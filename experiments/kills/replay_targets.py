@@ -27,7 +27,8 @@ from rich.table import Table
 from experiments.kills.replayed import FLAGS, KINDS, Said, Series, alike, make_requests
 from experiments.kills.vllm import STREAM_TIMEOUT_S, UP_TIMEOUT_S
 from experiments.record import Record
-from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_testkit.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
 
 STANDS_S = 13.0

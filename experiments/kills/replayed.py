@@ -28,8 +28,9 @@ from rich.table import Table
 from experiments.kills.vllm import STREAM_TIMEOUT_S, UP_TIMEOUT_S, strike
 from experiments.kills.vllm_figures import Death
 from experiments.record import Record
-from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient
 from kvrs_engine.engine.random_model import SYLLABLES
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_testkit.vllm_servers import (
     BATCH_INVARIANT,
     GPU_FLAGS,

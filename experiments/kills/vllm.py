@@ -38,8 +38,9 @@ from experiments.kills.vllm_figures import (
 )
 from experiments.record import Record
 from kvrs.config.policy import PolicyName
-from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient
 from kvrs.protocol.instance import Role
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import Dialect, Progress, replay
 from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.vllm_servers import (

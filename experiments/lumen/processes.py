@@ -42,7 +42,6 @@ from experiments.lumen.run import (
 from experiments.record import Record
 from experiments.rig import draw
 from kvrs.config.file import Config, parse_config
-from kvrs.net.admin import AdminPort
 from kvrs.profiles import catalog
 from kvrs.tables import output
 from kvrs_engine.engine.speculation.pairs import write_pair
@@ -51,6 +50,7 @@ from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.demo import run_load
 from kvrs_lab.faults.language import Fault, parse_faults
 from kvrs_lab.load import passes
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.traces.generator import generate
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import ReplayRequest

@@ -29,9 +29,9 @@ from experiments.pipelines.two import (
 )
 from experiments.record import Record
 from kvrs.config.file import Config
-from kvrs.net.admin import AdminPort
 from kvrs.profiles import catalog
 from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import replay
 from kvrs_lab.traces.records import StreamRecord
 

@@ -34,8 +34,8 @@ from experiments.pipelines.two import (
     serves,
 )
 from experiments.record import Record
-from kvrs.net.admin import AdminPort
 from kvrs_lab.cluster.launcher import Cluster
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import replay
 from kvrs_lab.report.report import build_report
 from kvrs_lab.traces.records import ReplayRequest, StreamRecord

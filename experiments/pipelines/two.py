@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.rig import draw
 from kvrs.config.file import Config, parse_config
-from kvrs.net.admin import AdminPort
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.traces.records import ReplayRequest
 
 PIPELINES = 2

@@ -25,7 +25,8 @@ from experiments.command_line import parser_of
 from experiments.deaths import as_text, by_kind, differences, rounds
 from experiments.kills.vllm import make_requests
 from experiments.record import Record
-from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import Dialect, Progress, replay
 from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.sglang_servers import (

@@ -23,7 +23,8 @@ from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.file import Config
-from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import Dialect, replay
 from kvrs_lab.traces.records import ReplayRequest
 from kvrs_testkit.sglang_servers import PAGE_TOKENS, PYTHON_ENV, SglangServers, sglang_config

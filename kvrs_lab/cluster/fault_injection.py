@@ -15,7 +15,7 @@ from typing import Any, assert_never
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.net.admin import AdminError, AdminPort
+from kvrs.net.admin import AdminError
 from kvrs.protocol.fault_orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs_lab.cluster.victims import (
     FaultError,
@@ -29,6 +29,7 @@ from kvrs_lab.cluster.victims import (
 )
 from kvrs_lab.faults.language import Fault, Phase, VictimRole, What, Whom, phase_of
 from kvrs_lab.faults.schedule import DueFault, InstanceView
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.passes import Injection
 
 WATCH_INTERVAL_S = 0.02

@@ -14,11 +14,12 @@ import uvloop
 from rich.console import Console
 
 from kvrs.errors import ConfigError, MissingExtraError, check_extras, numbers_out_of_range
-from kvrs.net.admin import AdminClient, AdminPort
+from kvrs.net.admin import AdminClient
 from kvrs.net.origins import has_origin
 from kvrs.net.tls import Certificates
 from kvrs.tables import output
 from kvrs_lab.faults.language import Fault, load_faults
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.fitting import fitted, served_tokens, too_long
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import FaultInjector, Run, Target, run_pass

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kvrs.net.admin import AdminPort
 from kvrs_lab.faults.language import Fault
 from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import Dialect, Progress, encode, replay
 from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 

@@ -18,7 +18,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
-from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError
 from kvrs.net.http import answer
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.secrets import Scope, scoped_key
@@ -33,6 +33,7 @@ from kvrs_lab.cluster.fault_injection import (
 from kvrs_lab.cluster.victims import FaultError, open_process
 from kvrs_lab.faults.language import Phase, VictimRole, parse_faults
 from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.passes import Injection
 from kvrs_testkit.ports import serving
 

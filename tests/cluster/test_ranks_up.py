@@ -16,7 +16,6 @@ import pytest
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
-from kvrs.net.admin import AdminPort
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
@@ -24,6 +23,7 @@ from kvrs_lab.cluster.fault_injection import check_faults, inject_faults, rows_o
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.faults.language import Fault, parse_faults
 from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.passes import Injection
 from kvrs_testkit.forked import starts_forked
 

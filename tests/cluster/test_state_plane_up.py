@@ -16,12 +16,12 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
-from kvrs.net.admin import AdminPort
 from kvrs_lab.cluster.fault_injection import check_faults, inject_faults, rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.cluster.supervised import MachineSupervisor
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.faults.schedule import FaultSchedule
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.passes import Injection
 from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until

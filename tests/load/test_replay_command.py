@@ -19,9 +19,10 @@ from aiohttp import web
 from rich.console import Console
 
 from kvrs.errors import ConfigError, TraceError
-from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError
 from kvrs_lab.cluster.fault_injection import views
 from kvrs_lab.faults.language import Fault
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.command import ReplayOptions, load_requests, run_replay
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import Injection

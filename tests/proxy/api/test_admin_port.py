@@ -9,8 +9,9 @@ import pytest
 
 from kvrs.config.file import ADMIN_ENV_NAME, parse_config
 from kvrs.errors import ConfigError
-from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError
 from kvrs.proxy.server import Proxy
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_testkit.scripted import SECRET
 from tests.proxy.conftest import ProxyClusterBuilder
 

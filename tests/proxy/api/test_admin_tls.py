@@ -11,7 +11,8 @@ import pytest
 
 from kvrs.config.file import ADMIN_ENV_NAME, parse_config
 from kvrs.errors import ConfigError
-from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_testkit.awaited import forked
 from kvrs_testkit.certificates import MISSING, Authority
 from tests.proxy.conftest import ProxyClusterBuilder

@@ -11,8 +11,9 @@ import pytest
 
 from kvrs.config.file import load_config
 from kvrs.core.fleet import self_tests as book
-from kvrs.net.admin import AdminClient, AdminError, AdminPort
+from kvrs.net.admin import AdminClient, AdminError
 from kvrs.protocol.instance import Capability
+from kvrs_lab.load.admin_port import AdminPort
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import Arithmetic, Sampler, expected_ids, text_of
