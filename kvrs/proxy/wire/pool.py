@@ -1,4 +1,4 @@
-"""The connections to one instance for the calls of streams, kept from one call to the next.
+"""Pool of connections to one instance for the calls of streams.
 
 Each call has a connection of its own. A multiplexer for the embedded engine was removed: in five
 rounds of 2026-11-25 the CPU without it was 0.90, 1.03 and 1.08 times that with it (one stream, 200
@@ -53,8 +53,8 @@ _OPTIONS = [
     )
     if hasattr(socket, name)
 ]
-MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
-_MOST_LOOKS = 10  # For calls that are lost one after the other, before all of them fail.
+MOST_KEPT = 256  # Most kept connections of one instance; beyond it the longest-idle one is closed.
+_MOST_LOOKS = 10  # Most waits for further lost calls, before all of them fail.
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Access(msgspec.Struct, frozen=True):
     certificates, or the token of a server that cannot prove itself.
     """
 
-    keys: Keys | None = None  # None: the servers prove nothing.
+    keys: Keys | None = None  # Keys of the servers; None: they prove nothing.
     tls: Certificates | None = None
     token: str | None = None
 
@@ -71,17 +71,19 @@ class EngineLinks:
     """The connections to processes with one kind of access: a pool for each."""
 
     def __init__(self, access: Access, coalesce_s: float = 0.0) -> None:
-        """`coalesce_s`: the tick at which steady streams are read; 0: each as its bytes come."""
+        """`coalesce_s`: interval of reading steady streams; 0: each stream is read when its bytes
+        arrive.
+        """
         self._keys = None if access.keys is None else dict(access.keys)
         self._access = access = replace(access, keys=self._keys)
         self._pools: list[Pool] = []
         # Other systems than Linux have no epoll.
         is_steady = coalesce_s > 0 and hasattr(select, "epoll")
         self._steady = SteadyReads(coalesce_s) if is_steady else None
-        self.large = LargeWork()  # Of whatever is sent and received here.
+        self.large = LargeWork()  # Work on large sent and received bodies.
 
     def admit(self, keys: Keys) -> None:
-        """Further processes that may be connected to."""
+        """Allow connections to further processes."""
         if self._keys is not None:
             self._keys.update(keys)
 
@@ -90,7 +92,7 @@ class EngineLinks:
         return made
 
     def drop(self, pool: "Pool") -> None:
-        """Nothing more is asked there; calls that run go on to their end."""
+        """Drop a pool: no further calls, but running calls go on to their end."""
         self._pools.remove(pool)
         pool.close()
 
@@ -124,21 +126,22 @@ class Pool:
             "Content-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
         )
         self._get = f"GET {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}\r\n"
-        self._kept: dict[Upstream, float] = {}  # By the time since when, longest first.
-        self._forget = self._lost  # One for all connections.
+        # Idle connections, each with the time since which it is idle, longest first.
+        self._kept: dict[Upstream, float] = {}
+        self._forget = self._lost  # One bound method for all connections.
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._lost_calls: list[tuple[Signal[Need], UpstreamError]] = []
 
     def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
-        """The head of a request; each line of `headers` has its end."""
+        """The head of a request; each line of `headers` includes its end."""
         return (self._head % (path, size_bytes, headers)).encode()
 
     async def ask(self, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Make one small call, a GET without a body: the status and the answer.
+        """Make one small call (a GET if `body` is None); return status and answer.
 
         Raises:
-            UpstreamError: there was no answer, or a longer one than it may be.
+            UpstreamError: no answer, or one that is too long.
         """
         head = (self._get % path).encode() if body is None else self.head(path, len(body))
         while True:
@@ -148,11 +151,11 @@ class Pool:
                 await (await upstream.send(head, body or b"", reader))
                 status = upstream.status
                 if status >= 500:
-                    # A server without an engine may run as long as a connection is open.
+                    # A server without an engine may run on while a connection is open.
                     upstream.close()
                 return status, reader.body if status == 200 else upstream.refusal
             except ConnectionLostError:
-                # The server may have closed a kept connection as the request was sent.
+                # The server may have closed a kept connection just before the request.
                 if body is not None or not is_kept:
                     raise
             finally:
@@ -160,11 +163,10 @@ class Pool:
 
     @asynccontextmanager
     async def lines(self, path: str) -> AsyncIterator[Lines]:
-        """The lines of an answer that goes on, on a connection of its own, whose end is told at
-        once.
+        """Lines of a long answer on a connection of its own, whose end is noticed at once.
 
         Raises:
-            UpstreamError: there is no connection.
+            UpstreamError: no connection.
         """
         upstream = await self.connect(_fail_now)
         try:
@@ -176,11 +178,11 @@ class Pool:
             upstream.close()
 
     async def take(self) -> Upstream:
-        """A connection for one call, which gives it back: the one that has been idle for the
-        shortest time, or a new one.
+        """A connection for one call, which returns it: the one idle for the shortest time, or a new
+        one.
 
         Raises:
-            UpstreamError: there is none; the process may be dead.
+            UpstreamError: no connection; the process may be dead.
         """
         while self._kept:
             upstream, _ = self._kept.popitem()
@@ -224,7 +226,7 @@ class Pool:
             self._sweep = loop.call_later(KEPT_S, self._close_old)
 
     def close(self) -> None:
-        """Close what no call uses, and from now on each connection when its call has ended."""
+        """Close unused connections now, and each other one when its call has ended."""
         self._is_closed = True
         if self._sweep is not None:
             self._sweep.cancel()
@@ -233,7 +235,7 @@ class Pool:
         self._kept.clear()
 
     def _close_old(self) -> None:
-        """Close what has been idle for too long, and look again when the next one will have."""
+        """Close connections that are idle for too long, and look again when the next one is."""
         loop = asyncio.get_running_loop()
         now_s, self._sweep = loop.time(), None
         for upstream, since_s in list(self._kept.items()):
@@ -253,8 +255,8 @@ class Pool:
             self._lost_calls.append((call, error))
 
     def _fail_lost(self, before: int, looks: int) -> None:
-        """Fail the calls that were lost, once their number is still that of the look before
-        (`before`): those of an instance that is gone as a whole are over by then, all together.
+        """Fail lost calls once their number has not changed since the last look (`before`): calls
+        of a dead instance have all ended by then, and fail together.
         """
         if (lost := len(self._lost_calls)) > before and looks < _MOST_LOOKS:
             loop = asyncio.get_running_loop()
@@ -270,7 +272,7 @@ class Pool:
     # New connections.
 
     async def _connect(self, lost: Lost) -> Upstream | None:
-        """None: this process had no descriptor for it."""
+        """Connect; None: this process had no descriptor."""
         loop = asyncio.get_running_loop()
         upstream = Upstream(loop, lost, self._steady)
         limit_s = CONNECT_TIMEOUT_S
@@ -289,7 +291,7 @@ class Pool:
             if is_exhausted(error):
                 return None
             raise unreached(error) from None
-        # The greeter is replaced before the loop runs again.
+        # The hand-shake's protocol is replaced before the event loop runs again.
         transport.set_protocol(upstream)
         upstream.connection_made(transport)
         return upstream
@@ -305,18 +307,18 @@ class Pool:
     async def _open(
         self, loop: asyncio.AbstractEventLoop, hosts: list[str], key: ScopedKey | None
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
-        """A connection and its protocol, by which the server has to prove that it has the key.
+        """Open a connection, with a protocol that makes the server prove the key.
 
         Raises:
-            OSError: none of the hosts takes one.
+            OSError: no host accepts a connection.
         """
         tls = self._access.tls
-        # A certificate that has been replaced counts for every new connection.
+        # Read for every connection: certificates may have been replaced.
         context = tls.client if self._is_tls and tls is not None else self._is_tls or None
         greeter = asyncio.Protocol if key is None else partial(HandshakeProtocol, key)
         while True:
             try:
-                # The loop makes the socket: to connect one of our own takes more CPU.
+                # The event loop makes the socket: connecting our own socket takes more CPU.
                 transport, protocol = await loop.create_connection(
                     greeter,
                     hosts.pop(0),
@@ -334,8 +336,8 @@ class Pool:
                 return transport, protocol
 
     async def _hosts(self, loop: asyncio.AbstractEventLoop) -> list[str]:
-        """The addresses to try, in their order."""
-        if self._is_numeric:  # It needs no resolver, which takes a thread.
+        """Addresses to try, in order."""
+        if self._is_numeric:  # A numeric address needs no resolver, which takes a thread.
             return [self._host]
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         return [str(address[0]) for *_, address in found]
@@ -350,7 +352,7 @@ async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> b
     """The proof of this end, once the other end has proved itself.
 
     Raises:
-        UnusableError: it did not.
+        UnusableError: the other end did not prove itself.
         OSError: the connection was lost.
     """
     try:
