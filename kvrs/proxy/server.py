@@ -259,7 +259,6 @@ class Proxy:
         for port in self._ports:
             await port.stop_listening()
         if parts is not None:
-            await parts.services.close()
             await parts.driver.close()
         for port in self._ports:
             await port.close()

@@ -324,9 +324,7 @@ def test_proxies_may_list_the_pods_of_their_services_and_nothing_else() -> None:
 
     roles = [each for (kind, _), each in manifests.items() if kind == "Role"]
     assert [each["metadata"]["namespace"] for each in roles] == ["engines"]
-    assert roles[0]["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
-    ]
+    assert roles[0]["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
     (subject,) = manifests["RoleBinding", "east-pods"]["subjects"]
     assert subject == {"kind": "ServiceAccount", "name": "east", "namespace": "prod"}
     assert ("ServiceAccount", "east") in manifests

@@ -20,7 +20,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ int ((.Values.config.proxy).workers | default 1) }}
 {{- end }}
 
-{{- /* Namespaces of the pods that proxies watch, as JSON. */}}
+{{- /* Namespaces of the pods that proxies list, as JSON. */}}
 {{- define "kvrs.namespaces" -}}
 {{- $found := list }}
 {{- range .Values.config.cluster.services }}

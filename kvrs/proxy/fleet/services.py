@@ -7,7 +7,7 @@ from kvrs.config.cluster import ServiceSettings
 from kvrs.core.fleet.services import Found, changed, newer, single_changes
 from kvrs.errors import ConfigError
 from kvrs.net.names import all_addresses
-from kvrs.proxy.fleet.pods import PodsUnknownError, PodWatches
+from kvrs.proxy.fleet.pods import PodsUnknownError, pod_addresses
 from kvrs.proxy.reload import Reloads
 
 log = logging.getLogger(__name__)
@@ -24,23 +24,18 @@ class ServiceNames:
     def __init__(self, reloads: Reloads) -> None:
         self._reloads = reloads
         self._faults: dict[str, str] = {}  # Logged faults by service; "": faults of changes.
-        self._pods = PodWatches()
 
     async def run(self) -> None:
         """Look up repeatedly until cancelled."""
         while True:
-            await self._pods.wait(LOOK_UP_S)
+            await asyncio.sleep(LOOK_UP_S)
             await self.look_up()
-
-    async def close(self) -> None:
-        await self._pods.close()
 
     async def look_up(self) -> None:
         """Look up once, and follow the found addresses."""
         services = self._reloads.config.cluster.services
         if not (services or self._reloads.found):
             return
-        await self._pods.follow(services)
         found = await asyncio.gather(*map(self._addresses, services))
         answers = {service.id: each for service, each in zip(services, found, strict=True)}
         wanted = newer(self._reloads.found, services, answers)
@@ -52,16 +47,16 @@ class ServiceNames:
         fault: str | None = None
         found: frozenset[str] = frozenset()
         try:
-            if service.host is None:
-                found = await self._pods.addresses(service, LOOK_UP_S)
-            else:
-                async with asyncio.timeout(LOOK_UP_S):
+            async with asyncio.timeout(LOOK_UP_S):
+                if service.host is None:
+                    found = await pod_addresses(service)
+                else:
                     found = await all_addresses(service.host)
         except OSError as error:
-            fault = f"{service.host}: {error.strerror or 'no answer'}"
+            fault = f"{service.host or service.pods}: {error.strerror or 'no answer'}"
         except PodsUnknownError as error:
             fault = f"pods {service.pods}: {error}"
-        self._log(service.id, fault, "name not resolved")
+        self._log(service.id, fault, "addresses not found")
         return found
 
     async def _follow(self, wanted: Found) -> str | None:

@@ -1,4 +1,4 @@
-"""Instances that are pods with labels, which come and go by the API of Kubernetes."""
+"""Instances that are pods with labels, as the API of Kubernetes lists them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,8 +13,8 @@ from kvrs.config.cluster import ServiceSettings
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import Role
-from kvrs.proxy.fleet import pods, services
-from kvrs.proxy.fleet.pods import check_pods
+from kvrs.proxy.fleet import services
+from kvrs.proxy.fleet.pods import address_of, check_pods
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.kubernetes_api import PodsApi
 from kvrs_testkit.scripted import SECRET, Script
@@ -41,9 +41,8 @@ class _Pods(Vllms):
 async def labelled(
     vllm_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[_Pods]:
-    """One prefill and two decode servers. Nothing is found by the turn of the clock."""
-    monkeypatch.setattr(services, "LOOK_UP_S", 3600.0)
-    monkeypatch.setattr(pods, "_WAIT_S", (0.05, 0.05))
+    """One prefill and two decode servers."""
+    monkeypatch.setattr(services, "LOOK_UP_S", 0.5)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     async with AsyncExitStack() as stack:
         shared, servers, ports = await three_servers(stack)
@@ -94,29 +93,6 @@ async def test_a_pod_comes_and_another_is_drained_without_a_lost_token(labelled:
     assert system.shared.violations == []
 
 
-async def test_an_api_that_fails_takes_no_instance_away(
-    labelled: _Pods, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A watch that ends, expires or is refused begins again with a list of what there is."""
-    system, api = labelled, labelled.api
-    await system.until_there(P2, D2)
-
-    for end, wanted in ((api.cut, (P2, D2, D3)), (api.expire, (P2, D2))):
-        lists = api.lists
-        api.refusal = 403
-        end()
-        await system.until(lambda: _is_told(caplog, "HTTP 403"))
-        caplog.clear()
-        assert {row["id"] for row in (await system.state())["instances"]} >= {P2, D2}
-        if D3 in wanted:
-            api.put("d-1", "127.0.0.3", role="decode", model="m")
-        else:
-            api.remove("d-1")
-        api.refusal = None
-        await system.until_there(*wanted)
-        assert api.lists > lists
-
-
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     [
@@ -124,23 +100,21 @@ async def test_an_api_that_fails_takes_no_instance_away(
         (200, '{"kind": "Status"}', "none of the API"),
         (200, "[]", "none of the API"),
         (200, "no JSON", "none of the API"),
-        (200, '{"type": "ADDED", "object": "d-1"}', "none of the API"),
-        (200, '{"type": "ADDED", "object": {"metadata": "d-1"}}', "none of the API"),
-        (200, '{"type": "ERROR", "object": {"code": 410, "message": "too old"}}', "HTTP 410"),
-        (200, '{"type": "ERROR", "object": "too old"}', "none of the API"),
+        (200, '{"items": [{"metadata": "d-1"}, "d-1"]}', "none of the API"),
     ],
 )
-async def test_a_watch_with_another_answer_begins_again(
+async def test_an_api_that_fails_takes_no_instance_away(
     labelled: _Pods, caplog: pytest.LogCaptureFixture, status: int, body: str, said: str
 ) -> None:
+    """The log has the cause, and the next list is followed."""
     system, api = labelled, labelled.api
     await system.until_there(P2, D2)
 
-    api.refused_watches = (status, body)
-    api.cut()
-    await system.until(lambda: _is_told(caplog, said))
-    api.refused_watches = None
+    api.other = status, body
     api.put("d-1", "127.0.0.3", role="decode", model="m")
+    await system.until(lambda: _is_told(caplog, said))
+    assert {row["id"] for row in (await system.state())["instances"]} == {P2, D2}
+    api.other = None
 
     await system.until_there(P2, D2, D3)
 
@@ -148,6 +122,26 @@ async def test_a_watch_with_another_answer_begins_again(
 async def _is_told(caplog: pytest.LogCaptureFixture, said: str) -> bool:
     causes = [record.__dict__.get("cause", "") for record in caplog.records]
     return any(said in cause for cause in causes)
+
+
+@pytest.mark.parametrize(
+    ("status", "metadata", "address"),
+    [
+        ({"phase": "Running", "podIP": "10.0.0.7"}, {}, "10.0.0.7"),
+        ({"phase": "Running", "podIP": "fd00::0:7"}, {}, "fd00::7"),
+        ({"phase": "Pending", "podIP": "10.0.0.7"}, {}, "10.0.0.7"),  # Its port will listen.
+        ({"phase": "Failed", "podIP": "10.0.0.7"}, {}, None),
+        ({"phase": "Succeeded", "podIP": "10.0.0.7"}, {}, None),
+        ({"phase": "Running", "podIP": "10.0.0.7"}, {"deletionTimestamp": "2026"}, None),
+        ({"phase": "Running", "podIP": ""}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_pod_counts_from_its_address_to_the_order_to_end(
+    status: dict[str, str], metadata: dict[str, str], address: str | None
+) -> None:
+    """So it is drained while it still runs."""
+    assert address_of({"metadata": metadata, "status": status}) == address
 
 
 @pytest.mark.parametrize(
