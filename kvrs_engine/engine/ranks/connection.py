@@ -30,6 +30,7 @@ from kvrs_engine.engine.ranks.link import (
     CellsLost,
     ComputeStage,
     EndRank,
+    FromOthers,
     FromStage,
     LoanAsked,
     LoanOver,
@@ -160,17 +161,9 @@ class StageConnection:
         self.is_refused = False  # The host has refused the session for good.
         # The ranks lost in a batch, until the other ranks compute again.
         self.stopped: RanksLostError | None = None
-        # Called when `stopped`, `error` or `now` has changed.
-        self.on_stopped: Callable[[], object] = lambda: None
-        self.on_error: Callable[[RanksLostError], object] = lambda lost: None
-        self.on_change: Callable[[], object] = lambda: None
-        # Called when another instance asks for a loan, and when a loan has ended. The host refuses
-        # requests that are not answered in time.
-        self.on_asked: Callable[[LoanAsked], object] = lambda asked: None
-        self.on_over: Callable[[int], object] = lambda loan: None
-        # Called when another host offers parts of pages, and when an offer has ended.
-        self.on_offered: Callable[[PartsOffered], object] = lambda offered: None
-        self.on_brought: Callable[[PartsOver], object] = lambda over: None
+        # Called with each message of others, and with None when `stopped`, `error` or `now` has
+        # changed. The host refuses requests that are not answered in time.
+        self.on_news: Callable[[FromOthers | None], object] = lambda message: None
 
     async def open(self, wait_s: float = HOST_WAIT_S, loan: LoanWanted | None = None) -> StageReady:
         """Begin a session when the host has loaded the stage.
@@ -237,11 +230,16 @@ class StageConnection:
                     case StageStopped(ranks=ranks, reason=reason):
                         answer = self._expected(message)
                         self.stopped = RanksLostError(ranks, reason)
-                        self.on_stopped()
+                        self.on_news(None)
                         answer.set_result(self.stopped)
                     case StageServes():
                         self.stopped = None
-                        self.on_stopped()
+                        self.on_news(None)
+                    case StageChanged(now=now):
+                        self._learn(now)
+                        self.on_news(None)
+                    case LoanAsked() | LoanOver() | PartsOffered() | PartsOver():
+                        self.on_news(message)
                     case StageLost(ranks=ranks, reason=reason):
                         self._lost(ranks, reason)
                         return
@@ -250,26 +248,9 @@ class StageConnection:
                         self._lost(self._ranks, f"is refused by its host: {reason}")
                         return
                     case _:
-                        self._hear(message)
+                        raise TransferError(f"a message out of turn: {type(message).__name__}")
         except TransferError as error:
             self._lost(self._ranks, f"{self._at.lost}: {error}")
-
-    def _hear(self, message: object) -> None:
-        """Handle a message that may come at any time; raises TransferError for other messages."""
-        match message:
-            case StageChanged(now=now):
-                self._learn(now)
-                self.on_change()
-            case LoanAsked():
-                self.on_asked(message)
-            case LoanOver(loan=loan):
-                self.on_over(loan)
-            case PartsOffered():
-                self.on_offered(message)
-            case PartsOver():
-                self.on_brought(message)
-            case _:
-                raise TransferError(f"a message out of turn: {type(message).__name__}")
 
     def _learn(self, told: RanksNow) -> None:
         self.now = told.later(time.monotonic())
@@ -443,14 +424,13 @@ class StageConnection:
     def _lost(self, ranks: Sequence[int], reason: str) -> None:
         if self.error is not None:
             return
-        self.error = lost = RanksLostError(ranks, reason)
+        self.error = RanksLostError(ranks, reason)
         self.give_up()
-        self.on_error(lost)
 
     def give_up(self) -> None:
         """End the session: the running batch and all later ones fail with RanksLostError."""
         self.error = self.error or RanksLostError(self._ranks, "has ended")
-        self.on_stopped()
+        self.on_news(None)
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(self.error)
         for link in (*self._links, *filter(None, [self._replicas])):

@@ -28,7 +28,9 @@ from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.cells import of_layers
 from kvrs_engine.engine.ranks.connection import StageAt, StageConnection
 from kvrs_engine.engine.ranks.link import (
+    FromOthers,
     LoanAsked,
+    LoanOver,
     LoanWanted,
     PartsHeld,
     PartsOffered,
@@ -48,19 +50,19 @@ _TAGS_S = 1.0  # Time limit for `on_tags`; after it, a loan is requested without
 
 
 class StageCalls:
-    """The callbacks of a stage, called in the thread of its event loop; None: not called."""
+    """The callbacks of a stage, called in the thread of its event loop."""
 
     def __init__(self) -> None:
         # The stage has ended for good; the state of its ranks has changed.
-        self.on_end: Callable[[RanksLostError], object] | None = None
-        self.on_change: Callable[[], object] | None = None
+        self.on_end: Callable[[RanksLostError], object] = lambda lost: None
+        self.on_change: Callable[[], object] = lambda: None
         # All cells are lost; the argument is the number of the loss, for `noted`. Without this
         # callback the loss of a host ends the stage.
         self.on_cells: Callable[[int], object] | None = None
         # An instance asks for a loan; a loan has ended (None: all loans); the own host is back.
         self.on_asked: Callable[[LoanAsked], object] = lambda asked: None
         self.on_over: Callable[[int | None], object] = lambda loan: None
-        self.on_home: Callable[[], object] | None = None
+        self.on_home: Callable[[], object] = lambda: None
         # Returns the tags of the streams' full pages, for the request of a loan.
         self.on_tags: Callable[[], Future[list[Tag]]] | None = None
         # Another host offers parts of pages; an offer has ended (None: all offers).
@@ -204,7 +206,7 @@ class HostedStage:
         self.error = lost or RanksLostError(self.ranks, "has ended")
         self.connection.give_up()
         self._update()
-        if lost is not None and self._calls.on_end is not None:
+        if lost is not None:
             self._calls.on_end(lost)
 
     async def close(self) -> None:
@@ -226,16 +228,29 @@ class HostedStage:
 
     def _use(self, connection: StageConnection) -> None:
         self.connection, self._away = connection, None
-        connection.on_stopped, connection.on_error = self._update, self._lost
-        connection.on_change = self._changed
-        connection.on_over = lambda loan: self._calls.on_over(loan)
-        connection.on_asked = lambda asked: self._calls.on_asked(asked)
-        if self.loan is None:
-            connection.on_offered = lambda each: self._calls.on_offered(each)
-            connection.on_brought = lambda over: self._calls.on_brought(over)
-        self._update()
-        if connection.error is not None:  # Lost before the callbacks were set.
-            self._lost(connection.error)
+        connection.on_news = partial(self._hear, connection)
+        self._hear(connection, None)
+
+    def _hear(self, connection: StageConnection, message: FromOthers | None) -> None:
+        if connection is not self.connection:
+            return
+        match message:
+            case LoanAsked():
+                self._calls.on_asked(message)
+            case LoanOver(loan=loan):
+                self._calls.on_over(loan)
+            case PartsOffered() if self.loan is None:
+                self._calls.on_offered(message)
+            case PartsOver() if self.loan is None:
+                self._calls.on_brought(message)
+            case None:
+                self._update()
+                if connection.error is None:
+                    self._calls.on_change()
+                elif self._away is None:
+                    self._lost(connection.error)
+            case _:
+                pass  # Parts for the lender.
 
     def _update(self) -> None:
         connection = self.connection
@@ -247,10 +262,6 @@ class HostedStage:
             self._back.set()
         else:
             self._back.clear()
-
-    def _changed(self) -> None:
-        if self._calls.on_change is not None:
-            self._calls.on_change()
 
     def _lost(self, lost: RanksLostError) -> None:
         """Handle the loss of the host or of its connection."""
@@ -281,7 +292,7 @@ class HostedStage:
             self._calls.on_brought(None)
         self.loan = None
         self._lose_cells()
-        self._changed()
+        self._calls.on_change()
         self.is_lost.set()
         if self._returning is None or self._returning.done():
             self._returning = asyncio.create_task(self._go())
@@ -312,7 +323,7 @@ class HostedStage:
             return
         reforming = replace(now, way=Way.WAIT, ready_at_s=time.monotonic() + self.ready.load_s)
         self._away = replace(away, reforming=reforming)
-        self._changed()
+        self._calls.on_change()
 
     def borrow(self, connection: StageConnection, loan: StageLoan) -> None:
         self._join(connection)
@@ -321,12 +332,6 @@ class HostedStage:
         self._lose_cells()
         self.is_lost.clear()
         self._use(connection)
-        self._changed()
-
-    def loan_over(self, connection: StageConnection) -> None:
-        if self._away is None and self.connection is connection:
-            assert connection.error is not None, "it is closed"
-            self._lost(connection.error)
 
     def come_home(self, connection: StageConnection, ready: StageReady) -> None:
         if self._away is None:  # Handed back by the lender.
@@ -336,9 +341,7 @@ class HostedStage:
         self._join(connection)
         self.is_lost.clear()
         self._use(connection)
-        self._changed()
-        if self._calls.on_home is not None:
-            self._calls.on_home()
+        self._calls.on_home()
 
     def _join(self, connection: StageConnection) -> None:
         """Subtract the new host's counts from before this session."""

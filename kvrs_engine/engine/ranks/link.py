@@ -372,6 +372,8 @@ class PartsRefused(msgspec.Struct, frozen=True, tag="parts-refused"):
     reason: str
 
 
+FromOthers = LoanAsked | LoanOver | PartsOffered | PartsOver
+
 FromStage = (
     StageReady
     | StageComputing

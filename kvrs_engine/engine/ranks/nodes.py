@@ -54,8 +54,8 @@ class StageGroup(Protocol):
     stages: range
     layers: range
     # Called from another thread: the stages have ended for good; the state of ranks has changed.
-    on_end: Callable[[RanksLostError], object] | None
-    on_change: Callable[[], object] | None
+    on_end: Callable[[RanksLostError], object]
+    on_change: Callable[[], object]
 
     @property
     def facts(self) -> StageFacts: ...
@@ -144,8 +144,8 @@ class RanksOnNodes(ModelWorker, StepHook):
         self._has_bases = config.elastic.spread_heads
         self.predict: Predict | None = None
         # Called from another thread: the instance cannot go on; the state of the ranks has changed.
-        self.on_end: Callable[[RanksLostError], object] | None = None
-        self.on_change: Callable[[], object] | None = None
+        self.on_end: Callable[[RanksLostError], object] = lambda lost: None
+        self.on_change: Callable[[], object] = lambda: None
         self._ending = threading.Lock()
         self._end: RanksLostError | None = None
         self.groups: list[StageGroup] = []
@@ -170,7 +170,7 @@ class RanksOnNodes(ModelWorker, StepHook):
             self.close()
             raise
         for group in self.groups:
-            group.on_end, group.on_change = self._lost, self._changed
+            group.on_end, group.on_change = self._lost, lambda: self.on_change()
         self.pool = PartedPool(self.geometry, self.groups)
 
     @property
@@ -269,12 +269,7 @@ class RanksOnNodes(ModelWorker, StepHook):
             self._end = error
         for group in self.groups:
             group.end()
-        if self.on_end is not None:
-            self.on_end(error)
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
+        self.on_end(error)
 
     def _fingerprint(self, model: ModelConfig) -> str:
         """Return the model's fingerprint, which is the same as for a single process.

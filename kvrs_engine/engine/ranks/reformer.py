@@ -290,7 +290,7 @@ class Reformer:
             "the ranks re-form",
             extra={"way": action.way, "ready_in_s": action.ready_s, "lost": self.now.lost},
         )
-        self._group.changed()
+        self._group.on_change()
         for rank in sorted(action.fresh):
             if not self._seat(rank, action):
                 return
@@ -312,7 +312,7 @@ class Reformer:
             self.loads.put_off(time.monotonic(), reason)
         self._begun, self.now = None, None
         self._waiting.end()
-        self._group.changed()
+        self._group.on_change()
 
     def _seat(self, rank: int, action: CarryOut) -> bool:
         """Give a rank a new process, a spare one if there is one; return False if the rank has been
@@ -377,7 +377,7 @@ class Reformer:
         for rank in self._group.full.ranks:
             if rank not in action.layout.ranks and rank not in self._left:
                 self._waiting.miss(rank, time.monotonic())
-        self._group.changed()
+        self._group.on_change()
         self._offer()
 
     def _note_cost(self, action: Serve) -> None:
@@ -418,7 +418,7 @@ class Reformer:
         seats = self._processes.seats
         status = status_of([seats[rank] for rank in ranks if rank in seats])
         self._group.give_up(RanksLostError(ranks, reason, status))
-        self._group.changed()
+        self._group.on_change()
 
     # Missing ranks.
 

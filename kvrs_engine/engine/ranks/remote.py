@@ -173,7 +173,7 @@ class RemoteStage(StageCalls):
     def close(self) -> None:
         if self._is_closed:
             return
-        self._is_closed, self.on_end = True, None
+        self._is_closed, self.on_end = True, lambda lost: None
         self._call(self._hosted.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

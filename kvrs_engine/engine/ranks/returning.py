@@ -129,10 +129,6 @@ class LostStage(Protocol):
         ...
 
     def borrow(self, connection: StageConnection, loan: StageLoan) -> None: ...
-    def loan_over(self, connection: StageConnection) -> None:
-        """Handle the closed connection of a loan as a loss, unless the loss is known."""
-        ...
-
     def come_home(self, connection: StageConnection, ready: StageReady) -> None: ...
 
 
@@ -177,8 +173,7 @@ class StageReturn:
                     if home.result()[0].error is None:
                         break
                     home = await self._again(home, loan)
-                await connection.close()
-                self._stage.loan_over(connection)
+                await connection.close()  # The end of the loan is a loss.
                 if home.done() and home.result()[0].error is not None:
                     home = await self._again(home, loan)
         finally:

@@ -85,8 +85,8 @@ class StageRanks(ModelWorker):
         self.full = self.layout = layout
         self.predict: Predict | None = None  # Predicts the time of a batch, once measured.
         # Called from another thread: the instance cannot go on; the state of the ranks has changed.
-        self.on_end: Callable[[RanksLostError], object] | None = None
-        self.on_change: Callable[[], object] | None = None
+        self.on_end: Callable[[RanksLostError], object] = lambda lost: None
+        self.on_change: Callable[[], object] = lambda: None
         self.lost: dict[int, float] = {}  # Dead ranks, with the time of detection.
         self.lost_devices: set[int] = set()  # Dead ranks whose memory is lost too.
         self.streams = 0  # Number of streams in running batches when the last batch began.
@@ -234,12 +234,7 @@ class StageRanks(ModelWorker):
         with self._serving:
             self._end = error
             self._serving.notify_all()
-        if self.on_end is not None:
-            self.on_end(error)
-
-    def changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
+        self.on_end(error)
 
     def end_ranks(self, patience_s: float = END_S) -> None:
         """End all processes, also starting ones, and free the memory."""

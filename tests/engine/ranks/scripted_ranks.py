@@ -191,7 +191,7 @@ class ScriptedGroup:
     def give_up(self, error: RanksLostError) -> None:
         self.ended = error
 
-    def changed(self) -> None:
+    def on_change(self) -> None:
         with self._news:
             self._news.notify_all()
 

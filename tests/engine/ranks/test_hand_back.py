@@ -78,14 +78,12 @@ class ScriptedConnection:
         self.error: RanksLostError | None = None
         self.stopped: RanksLostError | None = None
         self.is_refused = False
-        self.on_asked = self.on_offered = lambda message: None
-        self.on_error: Any = None
+        self.on_news: Any = lambda message: None
 
     def lose(self) -> None:
         """The host, or the link to it."""
         self.error = RanksLostError([1], "is lost")
-        if self.on_error is not None:
-            self.on_error(self.error)
+        self.on_news(None)
 
     def _check(self) -> None:
         if self.error is not None:
@@ -131,6 +129,7 @@ class ScriptedConnection:
 
     def give_up(self) -> None:
         self.error = self.error or RanksLostError([1], "has ended")
+        self.on_news(None)
 
     async def close(self) -> None:
         self.give_up()
@@ -157,9 +156,8 @@ async def away(
     own = hosts.of["own"]
     own.is_there.clear()
     own.pages = dict.fromkeys(range(PAGES), "")
-    lost = stage.connection.error = RanksLostError([1], "is lost")
-    assert stage.connection.on_error is not None
-    stage.connection.on_error(lost)
+    stage.connection.error = RanksLostError([1], "is lost")
+    stage.connection.on_news(None)
     return stage, hosts
 
 
