@@ -56,9 +56,9 @@ def router(chosen: int = 3, *, renormalise: bool = True) -> Router:
 def units() -> Mlp:
     """Units of all experts, each of which has parts."""
     matrix = noise(COUNT * PARTS * 2 * WIDTH, HIDDEN, seed=2)
-    columns = [range(at * 2 * WIDTH, (at + 1) * 2 * WIDTH) for at in range(COUNT * PARTS)]
     down = [noise(HIDDEN, WIDTH, seed=3 + at) for at in range(COUNT * PARTS)]
-    return Mlp(ColumnUnits.of(matrix, columns), gated_silu, RowUnits.of(down, None))
+    columns = ColumnUnits.of(matrix, [2 * WIDTH] * COUNT * PARTS)
+    return Mlp(columns, gated_silu, RowUnits.of(down, None))
 
 
 def padded(rows: Tensor) -> Tensor:

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from kvrs.config.engine import EngineSettings
-from kvrs_engine.elastic.shares import Share
 from kvrs_engine.engine.layers.proofs import sample
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models import probe
 from kvrs_engine.engine.models.digests import units_root
-from kvrs_engine.engine.models.loading import decoder_of
+from kvrs_engine.engine.models.loading import read_decoder
 from kvrs_engine.engine.worker import arithmetic_of, geometry_of
 
 pytestmark = pytest.mark.engine
@@ -65,7 +64,7 @@ def test_what_a_fingerprint_is_made_of_is_as_it_was(family: str, tmp_path: Path)
     config = read(tmp_path, family, **fields)
     geometry = geometry_of(config, EngineSettings())
     named = json.loads(arithmetic_of(config, geometry, CPU))[:4]
-    decoder = decoder_of(config, MadeWeights(), CPU, Share.whole(config.grain, config.layers))
+    decoder = read_decoder(config, MadeWeights(), 0, CPU)
 
     facts = [named, sorted(probe._shapes(config)), units_root(decoder).hex()]
 
@@ -77,8 +76,8 @@ def test_routers_and_experts_are_part_of_a_fingerprint(tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
     one = read(tmp_path, "mixtral", **experts)
     other = read(tmp_path, "mixtral", **experts | {"num_experts_per_tok": 3})
-    geometry, whole = geometry_of(one, EngineSettings()), Share.whole(one.grain, one.layers)
-    decoder = decoder_of(one, MadeWeights(), CPU, whole)
+    geometry = geometry_of(one, EngineSettings())
+    decoder = read_decoder(one, MadeWeights(), 0, CPU)
     roots = {units_root(decoder)}
     for layer in decoder.layers:
         assert layer.experts is not None

@@ -49,9 +49,8 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 def mlp(units: int = UNITS, width: int = WIDTH) -> Mlp:
     matrix = noise(units * 2 * width, HIDDEN)
-    columns = [range(at * 2 * width, (at + 1) * 2 * width) for at in range(units)]
     return Mlp(
-        ColumnUnits.of(matrix, columns, noise(units * 2 * width, seed=1)),
+        ColumnUnits.of(matrix, [2 * width] * units, noise(units * 2 * width, seed=1)),
         gated_silu,
         RowUnits.of([noise(HIDDEN, width, seed=2 + at) for at in range(units)], noise(HIDDEN)),
     )

@@ -65,16 +65,11 @@ class ColumnUnits:
     bias: Tensor | None  # [all columns]
 
     @classmethod
-    def of(
-        cls, matrix: Tensor, columns: Sequence[range], bias: Tensor | None = None
-    ) -> "ColumnUnits":
+    def of(cls, matrix: Tensor, widths: Sequence[int], bias: Tensor | None = None) -> "ColumnUnits":
         """Create units as views of a matrix `[all columns, in]`, the orientation of checkpoints."""
-        return cls(
-            matrix.t(),
-            tuple(matrix[own.start : own.stop].t() for own in columns),
-            () if bias is None else tuple(bias[own.start : own.stop] for own in columns),
-            bias,
-        )
+        units = torch.split(matrix, list(widths))
+        biases = () if bias is None else torch.split(bias, list(widths))
+        return cls(matrix.t(), tuple(unit.t() for unit in units), biases, bias)
 
     @classmethod
     def apart(cls, units: Sequence[Tensor], biases: Sequence[Tensor]) -> "ColumnUnits":

@@ -165,11 +165,8 @@ def _moved_columns(units: ColumnUnits, move: Move) -> ColumnUnits:
 
 
 def _columns(units: ColumnUnits, matrix: Tensor, move: Move) -> ColumnUnits:
-    ends, columns = 0, []
-    for weight in units.weights:
-        columns.append(range(ends, ends + weight.shape[1]))
-        ends += weight.shape[1]
-    return ColumnUnits.of(matrix, columns, None if units.bias is None else move(units.bias))
+    widths = [weight.shape[1] for weight in units.weights]
+    return ColumnUnits.of(matrix, widths, None if units.bias is None else move(units.bias))
 
 
 def _moved_rows(units: RowUnits, move: Move) -> RowUnits:

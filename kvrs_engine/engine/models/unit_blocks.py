@@ -7,7 +7,6 @@ second matrix, in the orientation of checkpoints.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.decoder import Decoder, Layer
 from kvrs_engine.engine.models.digests import unit_leaf
 from kvrs_engine.engine.models.forms import TOGETHER_BYTES
-from kvrs_engine.engine.models.loading import names_of
+from kvrs_engine.engine.models.stored import names_of, stored_of
 from kvrs_engine.engine.models.weights import RangeReader, Weights
 
 _FLOAT_BYTES = 4
@@ -49,21 +48,11 @@ class UnitBlock:
             self.rows.copy_(other.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """The names of a unit's tensors in checkpoints, and the unit's parts of them."""
-
-    first: list[tuple[str, int, range]]  # First matrices: name, number of rows, own rows.
-    width: int  # Width of the first matrices.
-    has_bias: bool
-    second: tuple[str, int, range] | None  # Name, number of columns, own columns.
-
-
 class UnitBlocks:
     """The blocks of one model."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self._config, self._grain = config, config.grain
+        self._config = config
         self._names = names_of(config, weights)
 
     def places(self, units: Sequence[Unit]) -> tuple[dict[Unit, int], int]:
@@ -76,7 +65,7 @@ class UnitBlocks:
 
     def block(self, unit: Unit, memory: Tensor, offset: int) -> UnitBlock:
         """Return the block of a unit at an offset of a byte tensor."""
-        stored = self._stored(unit)
+        stored = stored_of(self._config, self._names, unit)
         floats = memory[offset : offset + self._floats(unit) * _FLOAT_BYTES].view(torch.float32)
         count = sum(len(own) for _, _, own in stored.first)
         at = count * stored.width
@@ -93,7 +82,7 @@ class UnitBlocks:
         Raises:
             ConfigError: a tensor is missing, has another shape or type, or its file is broken.
         """
-        stored, at = self._stored(unit), 0
+        stored, at = stored_of(self._config, self._names, unit), 0
         for name, size, own in stored.first:
             end = at + len(own)
             reader.rows(f"{name}.weight", (size, stored.width), own, into.columns[at:end])
@@ -105,55 +94,32 @@ class UnitBlocks:
             reader.columns(f"{name}.weight", (self._config.hidden, size), own, into.rows)
 
     def _floats(self, unit: Unit) -> int:
-        stored = self._stored(unit)
+        stored = stored_of(self._config, self._names, unit)
         count = sum(len(own) for _, _, own in stored.first)
         total = count * (stored.width + stored.has_bias)
         if stored.second is not None:
             total += self._config.hidden * len(stored.second[2])
         return total
 
-    def _stored(self, unit: Unit) -> _Stored:
-        config, names = self._config, self._names
-        prefix = f"{names.trunk}.layers.{unit.layer}"
-        match unit.kind:
-            case UnitKind.ATTENTION:
-                width, heads = config.head_dim, self._grain.attention[unit.place]
-                queries = range(heads.start * width, heads.stop * width)
-                key = range(unit.place * width, (unit.place + 1) * width)
-                all_keys, all_queries = config.kv_heads * width, config.heads * width
-                attention = f"{prefix}.self_attn"
-                first = [(f"{attention}.q_proj", all_queries, queries)]
-                first += [(f"{attention}.{one}_proj", all_keys, key) for one in "kv"]
-                output = (f"{prefix}.{names.output}", all_queries, queries)
-                return _Stored(first, config.hidden, config.qkv_bias, output)
-            case UnitKind.MLP:
-                tiles, up, down = self._grain.mlp_of(unit.layer), names.up, names.down
-                if config.has_experts(unit.layer):
-                    prefix = f"{prefix}.{names.experts}.{unit.place // self._grain.expert_parts}"
-                    up, down = names.expert_up, names.expert_down
-                tile, size = tiles[unit.place], tiles[-1].stop
-                first = [(f"{prefix}.{name}", size, tile) for name in up]
-                second = (f"{prefix}.{down}", size, tile)
-                return _Stored(first, config.hidden, config.mlp_bias, second)
-            case UnitKind.VOCABULARY:
-                name = f"{names.trunk}.embed_tokens" if config.tied_embeddings else "lm_head"
-                tile = self._grain.vocabulary[unit.place]
-                return _Stored([(name, config.vocab, tile)], config.hidden, False, None)
-            case UnitKind.COMMON | UnitKind.CELLS:
-                raise AssertionError(f"{unit} has no block of weights")
-
 
 def assemble(
-    common: Decoder, share: Share, config: ModelConfig, block_of: Callable[[Unit], UnitBlock]
+    common: Decoder,
+    share: Share,
+    config: ModelConfig,
+    block_of: Callable[[Unit], UnitBlock],
+    apart_bytes: float = TOGETHER_BYTES,
 ) -> Decoder:
     """Return the decoder of a share. `common` is the decoder of its layers without units, whose
-    forms are kept.
+    forms are kept. Units of more bytes together are not copied.
     """
-    layers = [_layer(layer, at, share, config, block_of) for at, layer in enumerate(common.layers)]
+    layers = [
+        _layer(layer, at, share, config, block_of, apart_bytes)
+        for at, layer in enumerate(common.layers)
+    ]
     head = common.head
     if head is not None and share.vocabulary:
         own = [block_of(Unit(UnitKind.VOCABULARY, 0, place)) for place in share.vocabulary]
-        head = _columns(own)
+        head = _columns(own, apart_bytes)
     return replace(common, layers=layers, head=head)
 
 
@@ -163,41 +129,51 @@ def _layer(
     share: Share,
     config: ModelConfig,
     block_of: Callable[[Unit], UnitBlock],
+    apart_bytes: float,
 ) -> Layer:
     number, attention, mlp = share.layers.start + at, layer.attention, layer.mlp
     if share.heads[at]:
         own = [block_of(Unit(UnitKind.ATTENTION, number, place)) for place in share.heads[at]]
         attention = replace(
             attention,
-            qkv=_columns(own),
-            output=_rows(own, attention.output, share.heads[at], config.kv_heads),
+            qkv=_columns(own, apart_bytes),
+            output=_rows(own, attention.output, share.heads[at], config.kv_heads, apart_bytes),
         )
     if share.tiles[at]:
         own = [block_of(Unit(UnitKind.MLP, number, place)) for place in share.tiles[at]]
         mlp = replace(
             mlp,
-            up=_columns(own),
-            down=_rows(own, mlp.down, share.tiles[at], len(config.grain.mlp_of(number))),
+            up=_columns(own, apart_bytes),
+            down=_rows(
+                own, mlp.down, share.tiles[at], len(config.grain.mlp_of(number)), apart_bytes
+            ),
         )
     return replace(layer, attention=attention, mlp=mlp)
 
 
-def _columns(own: Sequence[UnitBlock]) -> ColumnUnits:
+def _columns(own: Sequence[UnitBlock], apart_bytes: float) -> ColumnUnits:
     columns = [block.columns for block in own]
     biases = [block.bias for block in own if block.bias is not None]
-    if sum(unit.nbytes for unit in columns) > TOGETHER_BYTES:
+    if sum(unit.nbytes for unit in columns) > apart_bytes:
         return ColumnUnits.apart(columns, biases)
-    ends = [0, *accumulate(len(unit) for unit in columns)]
-    return ColumnUnits.of(
-        torch.cat(columns),
-        [range(first, last) for first, last in pairwise(ends)],
-        torch.cat(biases) if biases else None,
-    )
+    bias = below_each_other(biases) if biases else None
+    return ColumnUnits.of(below_each_other(columns), list(map(len, columns)), bias)
 
 
 def _rows(
-    own: Sequence[UnitBlock], common: RowUnits, places: Sequence[int], count: int
+    own: Sequence[UnitBlock],
+    common: RowUnits,
+    places: Sequence[int],
+    count: int,
+    apart_bytes: float,
 ) -> RowUnits:
     units = [block.rows for block in own if block.rows is not None]
-    apart = sum(unit.nbytes for unit in units) > TOGETHER_BYTES
+    apart = sum(unit.nbytes for unit in units) > apart_bytes
     return RowUnits.of(units, common.bias, places=places, count=count, apart=apart)
+
+
+def below_each_other(parts: Sequence[Tensor]) -> Tensor:
+    first = parts[0]
+    if first.is_meta:  # `torch.cat` would import torch's compiler: 1 s and 100 MB.
+        return first.new_empty(sum(map(len, parts)), *first.shape[1:])
+    return torch.cat(list(parts))
