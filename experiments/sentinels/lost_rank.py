@@ -11,6 +11,7 @@ from random import Random
 from statistics import median
 
 from experiments.model_shapes import SHAPES
+from experiments.sentinels.lost_kv import with_kv
 from experiments.step_times import Degree, Speed
 from experiments.virtual_time import HOME, EqualStreams, grouped, patient, run_until, token_times
 from kvrs.config.file import Config
@@ -129,7 +130,7 @@ def ladder_s() -> dict[str, float]:
     left, host_bytes_per_s = RANKS - 1, RATES.host_bytes_per_s
     speed = Speed(_degree(RANKS), _degree(KIN_RANKS))
     recompute_s = REQUESTS * speed.prefill_s(shares(after, model), CONTEXT_TOKENS)
-    missing = plan(before, after, model, [RANKS - 1], per_head)
+    missing = with_kv(plan(before, after, model, [RANKS - 1]), per_head, [RANKS - 1])
     return {
         "recompute": model.total_bytes // left / host_bytes_per_s + recompute_s,
         "host": (model.total_bytes + kv_bytes // RANKS) // left / host_bytes_per_s,

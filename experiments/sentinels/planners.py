@@ -14,6 +14,7 @@ from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import even, uneven
 from kvrs_engine.elastic.plans import HOST, plan
 from kvrs_engine.elastic.units import UnitKind, Units
+from kvrs_testkit.planned import bytes_by_kind, host_bytes_by_rank
 
 # Qwen3-30B-A3B, from its config.json on the Hugging Face hub.
 _QWEN3_30B = ModelShape(48, 2048, 32, 4, 128, 768, 151936, experts=128)
@@ -66,11 +67,11 @@ def by_units(units: Units, ranks: int, dead: set[int]) -> Counted:
     start = uneven(units, even(units, ranks).stages) if spread else even(units, ranks)
     after = on_demand.reshaped(start, units, on_demand.survivors(start, sorted(dead)))
     found = plan(start, after, units, dead)
-    assert found.bytes_by_kind()[UnitKind.MLP][1] == 0, "a tile goes from rank to rank"
+    assert bytes_by_kind(found)[UnitKind.MLP][1] == 0, "a tile goes from rank to rank"
     lost = set().union(*(start.held(rank) for rank in dead))
     kept = set().union(*(start.held(rank) for rank in after.ranks))
     assert found.host_bytes == sum(map(units.bytes_of, lost - kept)), "Eq. (1), in units"
-    busiest = max(found.host_bytes_by_rank().values())
+    busiest = max(host_bytes_by_rank(found).values())
     return Counted(found.host_bytes, busiest, found.peer_bytes)
 
 

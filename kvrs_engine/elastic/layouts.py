@@ -108,11 +108,11 @@ class Layout:
         return _owned(self.vocabulary, rank)
 
     def holders(self, unit: Unit) -> tuple[int, ...]:
-        """Return the ranks that have the unit, or a share of the cells of a spread head."""
+        """Return the ranks that have the unit."""
         match unit.kind:
             case UnitKind.COMMON:
                 return self.ranks
-            case UnitKind.ATTENTION | UnitKind.CELLS:
+            case UnitKind.ATTENTION:
                 owner = self.attention[unit.layer][unit.place]
                 return self.stage_at(unit.layer).ranks if owner == SPREAD else (owner,)
             case UnitKind.MLP:

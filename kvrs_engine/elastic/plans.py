@@ -3,18 +3,18 @@
 A rank keeps the units that it has, copies units that another living rank has, and reads the rest
 from the host. Each byte is read once: if several ranks want a unit that no rank has, each reads a
 piece and the pieces are exchanged (RaidServe 3.2), or one rank reads the unit and the others copy
-it. KV is planned in the same way, as cells of a layer and a head.
+it.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
-from kvrs_engine.elastic.layouts import SPREAD, Layout
-from kvrs_engine.elastic.units import Unit, UnitKind, Units
+from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.units import Unit, Units
 
 HOST: Final = -1  # The host as the source of a move.
 _ALIGNED_BYTES = 64  # Pieces of a unit begin at multiples of this size.
@@ -53,30 +53,12 @@ class MovePlan:
     def moved_bytes(self) -> int:
         return self.host_bytes + self.peer_bytes
 
-    def host_bytes_by_rank(self, *kinds: UnitKind) -> dict[int, int]:
-        """Return the bytes that each rank of the next layout reads from the host, of the given
-        kinds (none: of all kinds).
-        """
-        read = dict.fromkeys(self.after.ranks, 0)
-        for move in self.moves:
-            if move.source == HOST and (not kinds or move.unit.kind in kinds):
-                read[move.target] += move.bytes
-        return read
-
-    def bytes_by_kind(self) -> dict[UnitKind, tuple[int, int]]:
-        """Return the bytes (from the host, between ranks) by kind."""
-        moved: dict[UnitKind, list[int]] = defaultdict(lambda: [0, 0])
-        for move in self.moves:
-            moved[move.unit.kind][move.source != HOST] += move.bytes
-        return {kind: (host, peer) for kind, (host, peer) in sorted(moved.items())}
-
 
 def plan(
     before: Layout,
     after: Layout,
     units: Units,
     dead: Collection[int] = (),
-    kv_bytes: int = 0,
     arrived: Mapping[int, Collection[Unit]] = MappingProxyType({}),
     *,
     in_pieces: bool = True,
@@ -84,10 +66,9 @@ def plan(
     """Plan the moves between two layouts of the same model and stages.
 
     `dead` are ranks whose memory is gone; other ranks outside `after` leave on purpose and can
-    still be read. `kv_bytes` is the size of the kept KV per layer and head. `arrived` are
-    additional units of ranks, from an earlier plan that was interrupted. Without `in_pieces` all
-    moves are of whole units, and a unit that no rank has is read by the rank with the fewest bytes
-    read so far.
+    still be read. `arrived` are additional units of ranks, from an earlier plan that was
+    interrupted. Without `in_pieces` all moves are of whole units, and a unit that no rank has is
+    read by the rank with the fewest bytes read so far.
     """
     living = [rank for rank in before.ranks if rank not in dead]
     held = {rank: set(before.held(rank)) for rank in living}
@@ -111,8 +92,6 @@ def plan(
             read[reader] += size
             moves.append(Move(unit, 0, size, HOST, reader))
             moves += [Move(unit, 0, size, reader, other) for other in wanting if other != reader]
-    if kv_bytes:
-        moves += _cells(before, after, kv_bytes, frozenset(living))
     return MovePlan(before, after, tuple(moves))
 
 
@@ -129,7 +108,7 @@ def _read_once(unit: Unit, size: int, wanting: list[int], read: Counter[int]) ->
     """Have each rank read one piece and copy the others' pieces; the rank with the fewest bytes
     read so far reads the largest piece.
     """
-    pieces = sorted(_pieces(size, len(wanting)), key=lambda piece: piece[1] - piece[0])
+    pieces = sorted(even_pieces(size, len(wanting)), key=lambda piece: piece[1] - piece[0])
     readers = sorted(wanting, key=lambda rank: (-read[rank], rank))
     for (start, stop), reader in zip(pieces, readers, strict=True):
         if start == stop:
@@ -139,37 +118,7 @@ def _read_once(unit: Unit, size: int, wanting: list[int], read: Counter[int]) ->
         yield from (Move(unit, start, stop, reader, other) for other in wanting if other != reader)
 
 
-def _cells(before: Layout, after: Layout, kv_bytes: int, living: frozenset[int]) -> Iterator[Move]:
-    """Yield the moves of KV cells. Cells of a spread head stay on their rank; those of a rank that
-    leaves are divided among the other ranks.
-    """
-    for layer, owners in enumerate(after.attention):
-        old_ranks, ranks = before.stage_at(layer).ranks, after.stage_at(layer).ranks
-        for head, owner in enumerate(owners):
-            old_owner = before.attention[layer][head]
-            for rank, start, stop in _share(old_owner, old_ranks, kv_bytes):
-                if owner == old_owner == SPREAD and rank in ranks:
-                    continue
-                source = rank if rank in living else HOST
-                targets = ranks if owner == SPREAD else (owner,)
-                pieces = _pieces(stop - start, len(targets))
-                for target, (first, last) in zip(targets, pieces, strict=True):
-                    if first < last and source != target:
-                        cells = Unit(UnitKind.CELLS, layer, head)
-                        yield Move(cells, start + first, start + last, source, target)
-
-
-def _share(owner: int, ranks: tuple[int, ...], kv_bytes: int) -> list[tuple[int, int, int]]:
-    """Return (rank, start, stop) of the cells of a layer and head; a spread head has even
-    shares.
-    """
-    if owner != SPREAD:
-        return [(owner, 0, kv_bytes)]
-    pieces = _pieces(kv_bytes, len(ranks))
-    return [(rank, start, stop) for rank, (start, stop) in zip(ranks, pieces, strict=True)]
-
-
-def _pieces(size: int, count: int) -> list[tuple[int, int]]:
+def even_pieces(size: int, count: int) -> list[tuple[int, int]]:
     """Divide `[0, size)` into `count` consecutive ranges of about the same size."""
     bounds = [at * size // count // _ALIGNED_BYTES * _ALIGNED_BYTES for at in range(count)] + [size]
     return list(pairwise(bounds))

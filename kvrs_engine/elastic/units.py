@@ -14,7 +14,6 @@ class UnitKind(IntEnum):
     ATTENTION = 1  # One KV head of a layer, with its query heads.
     MLP = 2  # One tile of a layer's inner dimension, or one part of an expert.
     VOCABULARY = 3  # One tile of the LM head's rows.
-    CELLS = 4  # The KV of a layer and a KV head; not weights.
 
 
 class Unit(NamedTuple):

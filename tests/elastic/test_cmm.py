@@ -9,6 +9,7 @@ from kvrs_engine.elastic.layouts import even
 from kvrs_engine.elastic.plans import HOST, plan
 from kvrs_engine.elastic.units import UnitKind, Units
 from kvrs_testkit.examples import examples
+from kvrs_testkit.planned import bytes_by_kind
 
 
 def test_figure_3() -> None:
@@ -70,7 +71,7 @@ def test_units_are_reloaded_as_equation_1_says() -> None:
 
     tasks = plan_interval(shards, {2}, left)
     copied = sum(task.bytes for task in tasks if task.source not in (HOST, task.target))
-    assert found.bytes_by_kind()[UnitKind.MLP] == (
+    assert bytes_by_kind(found)[UnitKind.MLP] == (
         3 * 64 * least_reload_bytes(shards, {2}, left),
         3 * 64 * copied,
     )

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import cmm
+from experiments.sentinels.lost_kv import with_kv
 from kvrs.errors import LayoutError
 from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import Layout, even, hybrid, staged, uneven, validate
@@ -19,6 +20,7 @@ from kvrs_engine.elastic.plans import HOST, MovePlan, plan
 from kvrs_engine.elastic.trees import cover
 from kvrs_engine.elastic.units import Unit, UnitKind, Units
 from kvrs_testkit.examples import examples
+from kvrs_testkit.planned import bytes_by_kind, host_bytes_by_rank
 from tests.elastic.models import layouts, models
 
 Planner = Callable[[Layout, Units, list[list[int]]], Layout]
@@ -40,7 +42,7 @@ def losses(draw: st.DrawFn) -> tuple[Units, MovePlan, set[int]]:
     after = draw(st.sampled_from(PLANNERS))(before, units, groups)
     gone = set(before.ranks) - set(after.ranks)
     dead = set(draw(st.lists(st.sampled_from(sorted(gone)), unique=True))) if gone else set()
-    return units, plan(before, after, units, dead, draw(st.sampled_from([0, 640]))), dead
+    return units, plan(before, after, units, dead), dead
 
 
 def blocks_of(unit: Unit, start: int, stop: int) -> set[tuple[Unit, int]]:
@@ -77,12 +79,7 @@ def test_moves_complete_the_layout_and_read_only_what_is_there(
         if rank not in dead
     }
 
-    weights = MovePlan(
-        found.before,
-        found.after,
-        tuple(move for move in found.moves if move.unit.kind != UnitKind.CELLS),
-    )
-    there = blocks_there(had, weights)
+    there = blocks_there(had, found)
 
     assert not {move.source for move in found.moves} & dead
     for rank in found.after.ranks:
@@ -100,7 +97,7 @@ def test_nothing_moves_that_its_target_has(case: tuple[Units, MovePlan, set[int]
         blocks = blocks_of(move.unit, move.start, move.stop)
         assert blocks.isdisjoint(reached[move.target])
         reached[move.target] |= blocks
-        if move.target in found.before.ranks and move.unit.kind != UnitKind.CELLS:
+        if move.target in found.before.ranks:
             assert move.unit not in found.before.held(move.target)
 
 
@@ -114,11 +111,8 @@ def test_the_host_is_read_once_for_what_no_living_rank_has(
     living = [rank for rank in found.before.ranks if rank not in dead]
     kept = {unit for rank in living for unit in found.before.held(rank)}
     wanted = {unit for rank in found.after.ranks for unit in found.after.held(rank)}
-    weights = [move for move in found.moves if move.unit.kind != UnitKind.CELLS]
 
-    read = sum(move.bytes for move in weights if move.source == HOST)
-
-    assert read == sum(units.bytes_of(unit) for unit in wanted - kept)
+    assert found.host_bytes == sum(units.bytes_of(unit) for unit in wanted - kept)
 
 
 @examples(100)
@@ -173,8 +167,8 @@ def test_on_demand_weights_move_no_tile_between_ranks(
     after = on_demand.reshaped(before, units, on_demand.survivors(before, [lost]))
     found = plan(before, after, units, {lost})
 
-    assert found.bytes_by_kind().get(UnitKind.MLP, (0, 0))[1] == 0
-    read = found.host_bytes_by_rank(UnitKind.ATTENTION, UnitKind.MLP, UnitKind.VOCABULARY)
+    assert bytes_by_kind(found).get(UnitKind.MLP, (0, 0))[1] == 0
+    read = host_bytes_by_rank(found, UnitKind.ATTENTION, UnitKind.MLP, UnitKind.VOCABULARY)
     assert max(read.values()) - min(read.values()) <= 256
     for layer in range(layers):
         counts = [len(after.tiles(rank, layer)) for rank in after.ranks]
@@ -194,13 +188,13 @@ def test_lost_tiles_are_dealt_evenly_over_all_survivors(losses_in_a_row: list[in
         found = plan(layout, after, units, {lost})
         layout = after
 
-    read = found.host_bytes_by_rank()
+    read = host_bytes_by_rank(found)
     spread = layout.spread(0)
     assert max(read.values()) - min(read.values()) <= len(layout.stages[0].layers) << 16
     if len(losses_in_a_row) == 1:
         assert max(read.values()) - min(read.values()) <= 2 << 16
     assert len(spread) == 8 % len(layout.ranks)
-    assert found.bytes_by_kind().get(UnitKind.MLP, (0, 0))[1] == 0
+    assert bytes_by_kind(found).get(UnitKind.MLP, (0, 0))[1] == 0
 
 
 def test_raidserves_figure_4() -> None:
@@ -236,8 +230,8 @@ def test_lost_heads_are_read_in_distinct_pieces_and_exchanged() -> None:
     found = plan(before, after, units, {7})
 
     assert after.spread(0) == (7,)
-    assert found.host_bytes_by_rank(UnitKind.ATTENTION) == dict.fromkeys(range(7), 64)
-    assert found.bytes_by_kind()[UnitKind.ATTENTION] == (7 * 64, 7 * 6 * 64)
+    assert host_bytes_by_rank(found, UnitKind.ATTENTION) == dict.fromkeys(range(7), 64)
+    assert bytes_by_kind(found)[UnitKind.ATTENTION] == (7 * 64, 7 * 6 * 64)
 
 
 def test_subtrees_of_the_sum_stay_large() -> None:
@@ -260,8 +254,8 @@ def test_a_rank_that_leaves_on_purpose_is_read_and_the_host_is_not(reshaped: Pla
     before = even(units, tp=4)
     after = reshaped(before, units, [[0, 1, 3]])
 
-    assert plan(before, after, units, kv_bytes=640).host_bytes == 0
-    assert plan(before, after, units, {2}, kv_bytes=640).host_bytes > 0
+    assert plan(before, after, units).host_bytes == 0
+    assert plan(before, after, units, {2}).host_bytes > 0
 
 
 @pytest.mark.parametrize("reshaped", PLANNERS)
@@ -282,10 +276,10 @@ def test_lost_kv_is_read_once_and_in_even_shares() -> None:
     before = even(units, tp=8)
     after = on_demand.reshaped(before, units, on_demand.survivors(before, [0]))
 
-    found = plan(before, after, units, {0}, kv_bytes=7 * 6400)
+    kv = with_kv(MovePlan(before, after, ()), 7 * 6400, {0})
 
-    assert found.host_bytes_by_rank(UnitKind.CELLS) == dict.fromkeys(range(1, 8), 4 * 6400)
-    assert found.bytes_by_kind()[UnitKind.CELLS][1] == 0
+    assert host_bytes_by_rank(kv) == dict.fromkeys(range(1, 8), 4 * 6400)
+    assert kv.peer_bytes == 0
 
 
 def test_a_stage_without_a_survivor_is_refused() -> None:

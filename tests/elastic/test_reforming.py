@@ -33,6 +33,7 @@ from kvrs_engine.elastic.reforming import (
 from kvrs_engine.elastic.units import UnitKind, Units
 from kvrs_engine.elastic.ways import Costs, Room, StreamAtRisk, Way
 from kvrs_testkit.examples import examples
+from kvrs_testkit.planned import host_bytes_by_rank
 from kvrs_testkit.reforming import answers, carry_through
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
@@ -725,5 +726,5 @@ def test_ranks_that_exchange_no_pieces_read_each_unit_once() -> None:
     assert began.plan.host_bytes == sum(map(UNITS.bytes_of, reads))
     assert {move.unit for move in copies if move.unit.kind == UnitKind.ATTENTION}
     assert all(move.source == reads[move.unit] for move in copies)
-    read = began.plan.host_bytes_by_rank().values()
+    read = host_bytes_by_rank(began.plan).values()
     assert max(read) - min(read) <= max(map(UNITS.bytes_of, reads))

@@ -105,5 +105,5 @@ def stored_of(config: ModelConfig, names: Names, unit: Unit) -> StoredUnit:
             name = f"{names.trunk}.embed_tokens" if config.tied_embeddings else "lm_head"
             tile = grain.vocabulary[unit.place]
             return StoredUnit([(name, config.vocab, tile)], config.hidden, False, None)
-        case UnitKind.COMMON | UnitKind.CELLS:
+        case UnitKind.COMMON:
             raise AssertionError(f"{unit} has no block of weights")
