@@ -15,7 +15,7 @@ from kvrs.errors import RanksLostError
 from kvrs_engine.elastic.layouts import even
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
-from kvrs_engine.engine.ranks import group as groups
+from kvrs_engine.engine.ranks import stages
 from kvrs_engine.engine.ranks.formation import HangWatch, RankFormation
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.seats import Ended
@@ -160,7 +160,7 @@ def test_a_rank_that_hangs_in_the_probe_is_killed(
 ) -> None:
     """The probe has the limit of batches that are not predicted."""
     group, worker = group_of(tiny_model, tp=3), Worker(tiny_model, SETTINGS)
-    monkeypatch.setattr(groups, "UNPREDICTED_S", 3.0)
+    monkeypatch.setattr(stages, "UNPREDICTED_S", 3.0)
     pids, probe = group.pids, group.probe
 
     def stopping(formation: RankFormation) -> torch.Tensor:
