@@ -7,7 +7,7 @@ less.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrs_engine.elastic.layouts import Layout, Stage, uneven
 from kvrs_engine.elastic.plans import HOST
@@ -84,7 +84,7 @@ def reshaped(before: Layout, units: Units, ranks: Sequence[Sequence[int]]) -> La
         Stage(stage.first, stage.last, tuple(sorted(group)))
         for stage, group in zip(before.stages, ranks, strict=True)
     ]
-    return uneven(units, stages, split=before.split, number=before.number + 1)
+    return replace(uneven(units, stages, split=before.split), number=before.number + 1)
 
 
 def _end(shards: Sequence[Shard]) -> int:

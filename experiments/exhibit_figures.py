@@ -8,12 +8,13 @@ from experiments import cmm
 from experiments.kept import kept
 from kvrs.profiles import catalog
 from kvrs_engine.elastic import on_demand, speed
-from kvrs_engine.elastic.layouts import even, hybrid, staged, uneven
+from kvrs_engine.elastic.layouts import hybrid, staged, uneven
 from kvrs_engine.elastic.plans import HOST
 from kvrs_engine.elastic.units import Units
 from kvrs_lab.report.student import Interval, interval
 from kvrs_lab.traces.generator import generate
 from kvrs_lab.traces.presets import PRESETS
+from kvrs_testkit.layouts import even, rotated
 
 DECISION = "request_path/results/decision.json"
 HEALTHY = "healthy_path/results/healthy_path.json"
@@ -259,7 +260,7 @@ def cyclic() -> str:
     stages = staged(12, [range(3)])
     naive, cyclic = (
         max(layout.cells_per_page(rank) for rank in layout.ranks)
-        for layout in (uneven(units, stages), uneven(units, stages, rotate=True))
+        for layout in (uneven(units, stages), rotated(units, stages))
     )
     return f"{naive / cyclic - 1:+.0%} (fullest rank: {naive} cells of a page, {cyclic} cyclic)"
 

@@ -18,12 +18,13 @@ from experiments.random_model import VOCAB, write_random_llama
 from experiments.record import Record
 from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs_engine.elastic import on_demand
-from kvrs_engine.elastic.layouts import Layout, even, hybrid, staged, uneven
+from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven
 from kvrs_engine.elastic.placing import least_loaded
 from kvrs_engine.elastic.units import Units
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.scheduling.sequences import Chunk
+from kvrs_testkit.layouts import even
 
 FULL = 8
 LEFT = (7, 6, 5)

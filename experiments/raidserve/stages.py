@@ -15,7 +15,7 @@ from functools import cached_property
 from experiments.sentinels.rates import Model, room_tokens
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import PrefillPoints
-from kvrs_engine.elastic.layouts import Layout, Stage, even, hybrid, staged, uneven
+from kvrs_engine.elastic.layouts import Layout, Stage, hybrid, staged, uneven
 from kvrs_engine.elastic.placing import least_loaded
 from kvrs_engine.elastic.speed import Shares, shares
 from kvrs_engine.scheduling.shares import (
@@ -26,6 +26,7 @@ from kvrs_engine.scheduling.shares import (
     shared_out,
 )
 from kvrs_lab.traces.mooncake import TraceRequest
+from kvrs_testkit.layouts import even, rotated
 
 BUDGET_TOKENS = 2048  # Of a prefill batch, as of vLLM.
 LINE = 64  # Prompts that have room at a time, of which a prefill batch may have tokens.
@@ -125,7 +126,7 @@ def naive(model: Model, profile: str, gpus: int) -> Instance:
 
 def cyclic(model: Model, profile: str, gpus: int) -> Instance:
     """RaidServe's balanced memory alone."""
-    return Instance(model, profile, uneven(model.units, _one_stage(model, gpus), rotate=True))
+    return Instance(model, profile, rotated(model.units, _one_stage(model, gpus)))
 
 
 def spread(model: Model, profile: str, gpus: int) -> Instance:

@@ -18,7 +18,7 @@ from pathlib import Path
 from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.sentinels.rates import GPU_BYTES, Model, models, tokens_per_s
-from kvrs_engine.elastic.layouts import even, hybrid, staged, uneven
+from kvrs_engine.elastic.layouts import hybrid, staged, uneven
 from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.reforming import (
     CarryOut,
@@ -30,6 +30,7 @@ from kvrs_engine.elastic.reforming import (
 )
 from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.ways import Costs, Room
+from kvrs_testkit.layouts import even
 from kvrs_testkit.reforming import carry_through
 
 # Beside the repository, outside of it.

@@ -18,13 +18,14 @@ from kvrs.config.file import Config
 from kvrs.core.model.estimates import Option
 from kvrs.profiles import catalog
 from kvrs_engine.elastic import on_demand
-from kvrs_engine.elastic.layouts import even, hybrid, staged
+from kvrs_engine.elastic.layouts import hybrid, staged
 from kvrs_engine.elastic.moving import LinkRates, schedule
 from kvrs_engine.elastic.plans import plan
 from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Units
 from kvrs_lab.sim.process import require
 from kvrs_lab.sim.rank_model import RankModel
+from kvrs_testkit.layouts import even
 
 PROFILE, MODEL = "llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B"
 RANKS, REQUESTS, CONTEXT_TOKENS = 8, 56, 16384

@@ -11,9 +11,10 @@ from itertools import combinations
 from experiments import cmm
 from experiments.model_shapes import SHAPES, ModelShape
 from kvrs_engine.elastic import on_demand
-from kvrs_engine.elastic.layouts import even, uneven
+from kvrs_engine.elastic.layouts import uneven
 from kvrs_engine.elastic.plans import HOST, plan
 from kvrs_engine.elastic.units import UnitKind, Units
+from kvrs_testkit.layouts import even
 from kvrs_testkit.planned import bytes_by_kind, host_bytes_by_rank
 
 # Qwen3-30B-A3B, from its config.json on the Hugging Face hub.

@@ -150,60 +150,28 @@ class Layout:
         return own + -(-spread // len(stage.ranks))
 
 
-def even(units: Units, tp: int, pp: int = 1, *, number: int = 1) -> Layout:
-    """Return a layout of equal contiguous shares.
-
-    Raises:
-        LayoutError: the units cannot be divided evenly.
-    """
-    stages = staged(units.layers, [range(at * tp, (at + 1) * tp) for at in range(pp)])
-    counts = [("KV heads", len(units.attention_bytes))]
-    counts += [("tiles", len(units.mlp_of(layer))) for layer in range(units.layers)]
-    for what, count in counts:
-        if count % tp:
-            raise LayoutError(f"tp {tp} does not divide the model's {count} {what} evenly")
-    return uneven(units, stages, number=number)
-
-
-def uneven(
-    units: Units,
-    stages: Sequence[Stage],
-    *,
-    rotate: bool = False,
-    split: bool = False,
-    number: int = 1,
-) -> Layout:
+def uneven(units: Units, stages: Sequence[Stage], *, split: bool = False) -> Layout:
     """Return a layout of contiguous shares for any number of ranks; shares differ by one unit at
-    most.
-
-    `rotate`: the larger shares of heads go to other ranks from layer to layer (RaidServe's cyclic
-    placement). `split`: each rank gets parts of every expert.
+    most. `split`: each rank gets parts of every expert.
 
     Raises:
         LayoutError: a rank would have no unit, or experts have no parts to split.
     """
-    return _layout(
-        units,
-        stages,
-        lambda stage, layer: _dealt(len(units.attention_bytes), stage, layer * rotate),
-        number,
-        split=split,
-    )
+    heads = len(units.attention_bytes)
+    return _layout(units, stages, lambda stage: _dealt(heads, stage), split=split)
 
 
-def hybrid(
-    units: Units, stages: Sequence[Stage], *, split: bool = False, number: int = 1
-) -> Layout:
+def hybrid(units: Units, stages: Sequence[Stage], *, split: bool = False) -> Layout:
     """Return a layout with equally many KV heads on each rank and the remaining heads spread
     (RaidServe's hybrid attention). `split` is as in `uneven`.
     """
 
-    def heads(stage: Stage, layer: int) -> tuple[int, ...]:
+    def heads(stage: Stage) -> tuple[int, ...]:
         count, ranks = len(units.attention_bytes), len(stage.ranks)
         own = count // ranks
         return tuple(stage.ranks[at // own] if at < own * ranks else SPREAD for at in range(count))
 
-    return _layout(units, stages, heads, number, split=split)
+    return _layout(units, stages, heads, split=split)
 
 
 def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
@@ -307,8 +275,7 @@ def _validate_owners(what: str, owners: Sequence[int], count: int, stage: Stage)
 def _layout(
     units: Units,
     stages: Sequence[Stage],
-    heads: Callable[[Stage, int], tuple[int, ...]],
-    number: int,
+    heads: Callable[[Stage], tuple[int, ...]],
     *,
     split: bool,
 ) -> Layout:
@@ -323,9 +290,9 @@ def _layout(
                 f"tp {len(stage.ranks)}: the model has {len(units.attention_bytes)} KV heads and "
                 f"{len(units.mlp_bytes)} tiles, allowed: 1 to {most}"
             )
-    attention = tuple(heads(stage, layer) for stage in stages for layer in stage.layers)
+    attention = tuple(heads(stage) for stage in stages for _ in stage.layers)
     layout = Layout(
-        number=number,
+        number=1,
         stages=tuple(stages),
         attention=attention,
         mlp=tuple(
@@ -343,13 +310,12 @@ def _layout(
     return layout
 
 
-def _dealt(count: int, stage: Stage, turn: int = 0) -> tuple[int, ...]:
-    """Return the owners of `count` units in contiguous runs, beginning with rank number `turn`."""
-    ranks = stage.ranks
-    bounds = [at * count // len(ranks) for at in range(len(ranks) + 1)]
+def _dealt(count: int, stage: Stage) -> tuple[int, ...]:
+    """Return the owners of `count` units in contiguous runs."""
+    bounds = [at * count // len(stage.ranks) for at in range(len(stage.ranks) + 1)]
     return tuple(
-        ranks[(at + turn) % len(ranks)]
-        for at, (first, last) in enumerate(pairwise(bounds))
+        rank
+        for rank, (first, last) in zip(stage.ranks, pairwise(bounds), strict=True)
         for _ in range(first, last)
     )
 

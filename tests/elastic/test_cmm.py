@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from experiments import cmm
 from experiments.cmm import Shard, Task, even_parts, least_reload_bytes, plan_interval
-from kvrs_engine.elastic.layouts import even
 from kvrs_engine.elastic.plans import HOST, plan
 from kvrs_engine.elastic.units import UnitKind, Units
 from kvrs_testkit.examples import examples
+from kvrs_testkit.layouts import even
 from kvrs_testkit.planned import bytes_by_kind
 
 

@@ -9,18 +9,10 @@ from hypothesis import strategies as st
 
 from kvrs.errors import LayoutError
 from kvrs_engine.elastic.grain import Grain
-from kvrs_engine.elastic.layouts import (
-    SPREAD,
-    Layout,
-    Stage,
-    even,
-    hybrid,
-    staged,
-    uneven,
-    validate,
-)
+from kvrs_engine.elastic.layouts import SPREAD, Layout, Stage, hybrid, staged, uneven, validate
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.elastic.units import Unit, UnitKind, Units
+from kvrs_testkit.layouts import even, rotated
 from tests.elastic.models import layouts, models
 
 SMALL = Units(
@@ -57,7 +49,7 @@ def test_uneven_shares_differ_by_one_unit_at_most(units: Units, ranks: int, rota
     if ranks > max(*map(len, (units.attention_bytes, units.mlp_bytes, units.dense_bytes))):
         return
 
-    layout = uneven(units, staged(units.layers, [range(ranks)]), rotate=rotate)
+    layout = (rotated if rotate else uneven)(units, staged(units.layers, [range(ranks)]))
 
     for layer in range(units.layers):
         for own in (layout.heads, layout.tiles):
@@ -70,7 +62,7 @@ def test_cyclic_shares_even_out_over_layers() -> None:
     three = replace(SMALL, layers=3)
     stages = staged(3, [range(3)])
 
-    naive, cyclic = uneven(three, stages), uneven(three, stages, rotate=True)
+    naive, cyclic = uneven(three, stages), rotated(three, stages)
 
     assert sorted(naive.cells_per_page(rank) for rank in range(3)) == [3, 3, 6]
     assert [cyclic.cells_per_page(rank) for rank in range(3)] == [4, 4, 4]

@@ -13,13 +13,14 @@ from experiments import cmm
 from experiments.sentinels.lost_kv import with_kv
 from kvrs.errors import LayoutError
 from kvrs_engine.elastic import on_demand
-from kvrs_engine.elastic.layouts import Layout, even, hybrid, staged, uneven, validate
+from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven, validate
 from kvrs_engine.elastic.moving import LinkRates, schedule
 from kvrs_engine.elastic.placing import cyclic, least_loaded, mended
 from kvrs_engine.elastic.plans import HOST, MovePlan, plan
 from kvrs_engine.elastic.trees import cover
 from kvrs_engine.elastic.units import Unit, UnitKind, Units
 from kvrs_testkit.examples import examples
+from kvrs_testkit.layouts import even
 from kvrs_testkit.planned import bytes_by_kind, host_bytes_by_rank
 from tests.elastic.models import layouts, models
 

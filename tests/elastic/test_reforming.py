@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs_engine.elastic import on_demand
-from kvrs_engine.elastic.layouts import SPREAD, Layout, even, staged, uneven, validate
+from kvrs_engine.elastic.layouts import SPREAD, Layout, staged, uneven, validate
 from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.plans import HOST
 from kvrs_engine.elastic.reforming import (
@@ -33,6 +33,7 @@ from kvrs_engine.elastic.reforming import (
 from kvrs_engine.elastic.units import UnitKind, Units
 from kvrs_engine.elastic.ways import Costs, Room, StreamAtRisk, Way
 from kvrs_testkit.examples import examples
+from kvrs_testkit.layouts import even, rotated
 from kvrs_testkit.planned import host_bytes_by_rank
 from kvrs_testkit.reforming import answers, carry_through
 
@@ -534,7 +535,7 @@ def test_ranks_of_other_stages_are_neither_asked_nor_moved(spread: bool) -> None
     where the heads of other stages are not dealt as they would be dealt now.
     """
     stages = staged(2, [range(3), range(4, 7)])
-    before = uneven(UNITS, stages, rotate=True)
+    before = rotated(UNITS, stages)
     own = Reforming(UNITS, before, ROOM, COSTS, spread=spread, stages=range(1, 2))
 
     done = carry_through(own, own.handle(RanksLost(frozenset({5}))))

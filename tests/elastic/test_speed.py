@@ -8,9 +8,10 @@ from experiments.model_shapes import SHAPES, shape_of
 from experiments.step_times import Degree, Speed
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
-from kvrs_engine.elastic.layouts import even, hybrid, staged, uneven
+from kvrs_engine.elastic.layouts import hybrid, staged, uneven
 from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Units
+from kvrs_testkit.layouts import even
 
 OPT = SHAPES["facebook/opt-66b"].units()
 

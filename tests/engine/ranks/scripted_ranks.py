@@ -15,7 +15,7 @@ import torch
 
 from kvrs.config.engine import ElasticSettings
 from kvrs.errors import KvrsError, RanksLostError
-from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.plans import HOST, Move
 from kvrs_engine.elastic.reforming import Reforming
@@ -26,6 +26,7 @@ from kvrs_engine.engine.ranks.reformed import Reformed
 from kvrs_engine.engine.ranks.reformer import Reformer
 from kvrs_engine.engine.ranks.seats import Answered, Ended
 from kvrs_engine.engine.ranks.wire import Answer, Fetched, Joined, Loaded
+from kvrs_testkit.layouts import even
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 PATIENCE_S = 60.0

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvrs.errors import RanksLostError
-from kvrs_engine.elastic.layouts import even
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks import stages
@@ -20,6 +19,7 @@ from kvrs_engine.engine.ranks.formation import HangWatch, RankFormation
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.seats import Ended
 from kvrs_engine.engine.worker import Worker
+from kvrs_testkit.layouts import even
 from kvrs_testkit.ranks_in_threads import ThreadRanks
 from tests.engine.ranks.test_rank_group import (
     SETTINGS,

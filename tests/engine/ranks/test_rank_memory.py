@@ -17,7 +17,7 @@ import torch
 
 from kvrs.config.engine import EngineSettings
 from kvrs.transfer.shared_memory.regions import Region
-from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import HOST, Move
 from kvrs_engine.elastic.units import Unit, UnitKind
 from kvrs_engine.engine.model_config import ModelConfig
@@ -42,6 +42,7 @@ from kvrs_engine.engine.ranks.wire import (
 )
 from kvrs_engine.engine.ranks.yielding import COPY_NICE
 from kvrs_engine.engine.worker import geometry_of
+from kvrs_testkit.layouts import even
 
 pytestmark = pytest.mark.engine
 

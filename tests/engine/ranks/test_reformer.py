@@ -11,12 +11,13 @@ import pytest
 
 from kvrs.errors import KvrsError
 from kvrs_engine.elastic import waiting
-from kvrs_engine.elastic.layouts import Layout, even
+from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.reforming import ReformingPhase
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.ranks.seats import Answered
 from kvrs_engine.engine.ranks.wire import Loaded
 from kvrs_engine.engine.ranks.yielding import COPY_NICE
+from kvrs_testkit.layouts import even
 from tests.engine.ranks.scripted_ranks import UNITS, ScriptedGroup, ScriptedSeat, scripted
 
 ALL = (0, 1, 2, 3)

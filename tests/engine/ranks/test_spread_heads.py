@@ -16,7 +16,7 @@ from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Role
-from kvrs_engine.elastic.layouts import SPREAD, Layout, even, hybrid, staged
+from kvrs_engine.elastic.layouts import SPREAD, Layout, hybrid, staged
 from kvrs_engine.elastic.units import Units
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.instance import PrefillShares
@@ -27,6 +27,7 @@ from kvrs_engine.engine.ranks.settings import layout_of
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_engine.scheduling.shares import Waiting, prefill_cost
+from kvrs_testkit.layouts import even
 from tests.engine.ranks.test_in_place import answers_of, kill, when_moving
 from tests.engine.ranks.test_rank_group import SETTINGS
 
