@@ -52,32 +52,6 @@ class TableAndClock:
         return ended
 
 
-def test_tokens_rise() -> None:
-    """A later grant has a higher token, at any target, also after a restart."""
-    slots, again = TableAndClock(1), SlotTable(1, first_token=1000)
-
-    first = slots.ask(A, asked("s")).token
-    slots.release(A, asked("s"))
-    tokens = [first, slots.ask(B, asked("t")).token, slots.ask(B, asked("u", target=D1)).token]
-
-    assert tokens == [1, 2, 3]
-    assert again.acquire(A, asked("s"), LEASE_S, 0.0).token == 1000
-
-
-def test_a_repeated_request_gets_the_same_slot() -> None:
-    """An answer may be lost: the same attempt of the same owner gets the same token, and a full
-    lease.
-    """
-    slots = TableAndClock(2)
-
-    first, second = slots.ask(A, asked("s")), slots.ask(A, asked("s"), at_s=6.0)
-
-    assert first == second
-    assert slots.table.counts()[D].held == 1
-    assert slots.pass_time(15.5) == []
-    assert slots.pass_time(16.0) == [asked("s")]
-
-
 def test_another_owner_of_a_stream_replaces_the_lease() -> None:
     """Its epoch is higher, although its attempts begin at 1; the transfer of the old owner is
     fenced.
@@ -106,17 +80,6 @@ def test_a_lease_that_is_not_renewed_expires() -> None:
     assert not slots.has(A, asked("dead"))
     assert slots.table.counts()[D].expired == 1
     assert slots.pass_time(17.0) == [asked("alive")]
-
-
-def test_a_lease_of_an_earlier_process_is_restored_by_its_renewal() -> None:
-    """If there is room; never above `slots_max`."""
-    slots = TableAndClock(1)
-
-    first = slots.renew(A, asked("s"))
-    second = slots.renew(A, asked("t"))
-
-    assert (first, second) == (True, False)
-    assert not slots.has(B, asked("b"))
 
 
 def test_a_denial_has_the_expected_wait() -> None:
