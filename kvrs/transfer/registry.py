@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from urllib.parse import quote
 
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId
-from kvrs.transfer.peers import Peer
+from kvrs.transfer.peers import PAGES_SOCKET, Peer
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.store.directory import store_directory
 
@@ -28,13 +29,29 @@ async def probe_links(
         await asyncio.sleep(interval_s)
 
 
-def peers_of(config: Config) -> dict[InstanceId, Peer]:
-    """Peers for pages: all instances, then the agents, if any."""
-    peers = [
-        Peer(instance=instance.id, node=node.id, host=instance.host, port=instance.page_port)
+def peers_of(config: Config, own: NodeSettings, secret: bytes) -> dict[InstanceId, Peer]:
+    """Return the peers of a process of that node: all instances, then the agents if there are any.
+    The memory of the own node's agent is on this host, and so is the memory that the agent owns for
+    single-process instances.
+    """
+    peers = _instances_of(config) | agents_of(config)
+    directory = store_directory(config.backup.directory, secret, own.id)
+    if (agent := peers.get(own.agent_id)) is not None:
+        peers[own.agent_id] = replace(agent, directory=directory)
+    for each in own.instances if config.state_plane.enabled else ():
+        if each.ranks == 1 and (peer := peers.get(each.id)) is not None:
+            name = f"{PAGES_SOCKET}-{quote(each.id, safe='')}"
+            peers[each.id] = replace(peer, directory=directory, socket=name)
+    return peers
+
+
+def _instances_of(config: Config) -> dict[InstanceId, Peer]:
+    return {
+        instance.id: Peer(
+            instance=instance.id, node=node.id, host=instance.host, port=instance.page_port
+        )
         for node, instance in config.cluster.instances()
-    ]
-    return {peer.instance: peer for peer in peers} | agents_of(config)
+    }
 
 
 def agents_of(config: Config) -> dict[InstanceId, Peer]:
@@ -60,15 +77,4 @@ def holders_of(config: Config, own: InstanceId) -> dict[InstanceId, Peer]:
         return agents_of(config)
     if config.cluster.find(own)[1].group is not None:
         return {}
-    return {name: peer for name, peer in peers_of(config).items() if name != own}
-
-
-def with_own_memory(
-    peers: Mapping[InstanceId, Peer], config: Config, own: NodeSettings, secret: bytes
-) -> dict[InstanceId, Peer]:
-    """Peers for a process of this node, whose agent is on its host and lends its memory."""
-    near = dict(peers)
-    if (agent := near.get(own.agent_id)) is not None:
-        directory = store_directory(config.backup.directory, secret, own.id)
-        near[own.agent_id] = replace(agent, directory=directory)
-    return near
+    return {name: peer for name, peer in _instances_of(config).items() if name != own}

@@ -9,24 +9,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from urllib.parse import quote
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import TransferError
-from kvrs.ids import InstanceId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
-    PAGES_SOCKET,
     Identity,
     PagePlace,
-    Peer,
     PinnedPages,
     PullRequest,
 )
@@ -37,10 +32,8 @@ from kvrs.transfer.registry import (
     holders_of,
     peers_of,
     probe_links,
-    with_own_memory,
 )
 from kvrs.transfer.server import PageServer
-from kvrs.transfer.store.directory import store_directory
 from kvrs_engine.engine.checkpoints import Checkpointer
 from kvrs_engine.engine.fetching import PageFetcher
 from kvrs_engine.engine.pages import EnginePages
@@ -74,7 +67,7 @@ class PagePort:
     def __init__(self, place: InstancePlace, fingerprint: str, geometry: KvGeometry) -> None:
         self.epoch = place.epoch
         self._place = place
-        self.registry = self._peers_of(place.config)
+        self.registry = peers_of(place.config, place.node, place.secret)
         self.checkpointer: Checkpointer | None = None  # The checkpointer of the attached pool.
         self.replicas: PeerReplicas | None = None  # None: the instance keeps no replicas.
         self._fingerprint = fingerprint
@@ -136,28 +129,9 @@ class PagePort:
 
     def learn(self, config: Config) -> None:
         """Use the instances and agents of a new configuration, with their addresses."""
-        self.registry.update(self._peers_of(config))
+        self.registry.update(peers_of(config, self._place.node, self._place.secret))
         if self.checkpointer is not None:
             self.checkpointer.learn(holders_of(config, self._place.settings.id))
-
-    def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
-        """Return the peers by id. The memory of the own node's agent is on this host, and so is the
-        memory that the agent owns for single-process instances.
-        """
-        own = self._place.node
-        peers = with_own_memory(peers_of(config), config, own, self._place.secret)
-        if config.state_plane.enabled:
-            for settings in own.instances:
-                if settings.ranks == 1 and (peer := peers.get(settings.id)) is not None:
-                    name = _socket_of(settings.id)
-                    peers[settings.id] = replace(
-                        peer, directory=self._directory(config), socket=name
-                    )
-        return peers
-
-    def _directory(self, config: Config) -> Path:
-        """Return the directory of the own node's agent."""
-        return store_directory(config.backup.directory, self._place.secret, self._place.node.id)
 
     def detach(self) -> None:
         """Drop the pool; the port has no pages until the next `attach`."""
@@ -184,9 +158,10 @@ class PagePort:
         """Open the page port."""
         settings = self._place.settings
         await self.server.start(settings.bound(settings.host), settings.page_port)
-        if self._lends:
+        own = self.registry[settings.id]
+        if self._lends and own.directory is not None:
             try:
-                self.server.lend(self._directory(self._place.config), _socket_of(settings.id))
+                self.server.lend(own.directory, own.socket)
             except OSError as error:
                 log.warning("pages are sent, not mapped", extra={"cause": str(error)})
 
@@ -199,7 +174,3 @@ class PagePort:
         await self.server.close()
         await self.puller.close()
         await self._pusher.close()
-
-
-def _socket_of(instance: InstanceId) -> str:
-    return f"{PAGES_SOCKET}-{quote(instance, safe='')}"

@@ -247,10 +247,12 @@ def test_agents_are_peers_where_there_are_any() -> None:
     }
     config = parse_config({"cluster": {"nodes": [node]}, "backup": {"mode": "local"}})
 
-    agent = peers_of(config)[InstanceId("agent-n0")]
+    without = parse_config({"cluster": {"nodes": [node]}})
+
+    agent = peers_of(config, config.cluster.nodes[0], b"secret")[InstanceId("agent-n0")]
 
     assert (agent.instance, agent.node, agent.host, agent.port) == ("agent-n0", "n0", "::1", 7)
-    assert list(peers_of(parse_config({"cluster": {"nodes": [node]}}))) == ["e0"]
+    assert list(peers_of(without, without.cluster.nodes[0], b"secret")) == ["e0"]
 
 
 async def test_an_unknown_source_is_refused(tiny_model: Path) -> None:
