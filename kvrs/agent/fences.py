@@ -11,13 +11,11 @@ import aiohttp
 import msgspec
 
 from kvrs.ids import InstanceId
-from kvrs.net.proving import Keys, ProvingConnector
-from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import FenceRequest, SlotRequest
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT_S = 1.0
+_TIMEOUT = aiohttp.ClientTimeout(total=1.0)
 _RETRY_S = 0.5
 # Attempts per fence: a silent instance is dead, or is fenced completely when it runs again.
 _TRIES = 5
@@ -26,31 +24,21 @@ _TRIES = 5
 class FenceSender:
     """Sends fence requests to the instances of one node."""
 
-    def __init__(
-        self,
-        urls: Mapping[InstanceId, str],
-        keys: Keys,
-        tls: Certificates | None,
-        *,
-        can_fence: bool,
-    ) -> None:
-        """`urls` and `keys` are the instances'. `can_fence`: the engines have fences. vLLM has
-        none: a late load belongs to its own request, by keys of its content.
+    def __init__(self, *, can_fence: bool) -> None:
+        """`can_fence`: the instances have fences. vLLM has none: a load that comes late is of its
+        own request, by keys of its content.
         """
         self._can_fence = can_fence
-        self._urls = dict(urls)
-        self._keys = dict(keys)
-        self._tls = tls
+        self._urls: dict[InstanceId, str] = {}
         self._waiting: asyncio.Queue[dict[InstanceId, list[SlotRequest]]] = asyncio.Queue()
 
     @property
     def targets(self) -> KeysView[InstanceId]:
         return self._urls.keys()
 
-    def learn(self, urls: Mapping[InstanceId, str], keys: Keys) -> None:
-        """Add instances of the node."""
+    def learn(self, urls: Mapping[InstanceId, str]) -> None:
+        """Further instances of the node."""
         self._urls.update(urls)
-        self._keys.update(keys)
 
     def end(self, transfers: Iterable[SlotRequest]) -> None:
         by_target: defaultdict[InstanceId, list[SlotRequest]] = defaultdict(list)
@@ -59,21 +47,15 @@ class FenceSender:
         if by_target and self._can_fence:
             self._waiting.put_nowait(by_target)
 
-    async def run(self) -> None:
-        """Send fence requests until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        async with (
-            aiohttp.ClientSession(
-                connector=ProvingConnector(self._keys, self._tls), timeout=timeout
-            ) as session,
-            asyncio.TaskGroup() as group,
-        ):
+    async def run(self, http: aiohttp.ClientSession) -> None:
+        """Send until cancelled."""
+        async with asyncio.TaskGroup() as group:
             while True:
                 for target, transfers in (await self._waiting.get()).items():
-                    group.create_task(self._send(session, target, transfers))
+                    group.create_task(self._send(http, target, transfers))
 
     async def _send(
-        self, session: aiohttp.ClientSession, target: InstanceId, transfers: list[SlotRequest]
+        self, http: aiohttp.ClientSession, target: InstanceId, transfers: list[SlotRequest]
     ) -> None:
         request = FenceRequest(
             {each.stream: each.attempt + 1 for each in transfers},
@@ -83,8 +65,10 @@ class FenceSender:
         log.warning("slot leases expired", extra={"instance": target, "streams": len(transfers)})
         for _ in range(_TRIES):
             try:
-                async with session.post(
-                    f"{self._urls[target]}/kvrs/v1/fence", data=msgspec.json.encode(request)
+                async with http.post(
+                    f"{self._urls[target]}/kvrs/v1/fence",
+                    data=msgspec.json.encode(request),
+                    timeout=_TIMEOUT,
                 ) as answer:
                     if answer.status == 200:
                         return

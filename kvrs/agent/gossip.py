@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 import aiohttp
 import msgspec
@@ -22,15 +21,12 @@ from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
 from kvrs.ids import InstanceId
 from kvrs.net.http import naming_port
-from kvrs.net.proving import Address, ProvingConnector, instance_keys
-from kvrs.protocol.instance import InstanceInfo, LoadReport
-from kvrs.protocol.secrets import ScopedKey
+from kvrs.protocol.instance import LoadReport
 
 log = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 0.25
 _RECONNECT_S = 0.5
-_TIMEOUT_S = 2.0  # Time limit of connecting, and of a whole small request.
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -40,8 +36,6 @@ class NodeGossip:
     def __init__(self, config: Config, agent: NodeAgent, ring: Sequence[bytes]) -> None:
         self._agent = agent
         self._config = config
-        self._secret = ring[0]
-        self._keys: dict[Address, ScopedKey] = {}
         self._publisher = RecordPublisher()
         self._instances: dict[InstanceId, InstanceSettings] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -60,30 +54,23 @@ class NodeGossip:
             seeds = gossip_seeds(config.cluster, config.proxy, me)
             await self.membership.start(host, port, seeds, bind)
 
-    async def run(self) -> None:
+    async def run(self, http: aiohttp.ClientSession) -> None:
         """Watch and publish until cancelled; an exception is an internal error."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S)
-        async with AsyncExitStack() as stack:
-            self._http = await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    connector=ProvingConnector(self._keys, self._agent.tls), timeout=timeout
-                )
-            )
-            self._group = await stack.enter_async_context(asyncio.TaskGroup())
+        self._http = http
+        async with asyncio.TaskGroup() as self._group:
             self.learn()
             self._group.create_task(self._monitor.run())
             self._group.create_task(self._publish())
 
     def learn(self) -> None:
         """Watch new instances of the agent, and follow moved ones to their address."""
-        self._keys.update(instance_keys(self._secret, self._agent.node.instances))
         self._instances.update({each.id: each for each in self._agent.node.instances})
         if self._group is None or self._http is None:
             return
         if self._config.cluster.backend.is_stock:
             return  # Proxies watch the load and the end of instances without the instance protocol.
         for instance in self._agent.node.instances:
-            if self._publisher.add(instance.id):
+            if self._publisher.add(instance.id, instance.role):
                 self._group.create_task(self._watch(self._http, instance.id))
 
     async def close(self) -> None:
@@ -128,7 +115,6 @@ class NodeGossip:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_reports(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> None:
-        info: InstanceInfo | None = None
         async with http.get(
             f"{self._config.url_of(instance)}/kvrs/v1/load?watch={_REPORT_INTERVAL_S}",
             read_bufsize=_MAX_LINE_BYTES,
@@ -136,17 +122,4 @@ class NodeGossip:
             answer.raise_for_status()
             async for line in answer.content:
                 report = msgspec.json.decode(line, type=LoadReport)
-                if info is None or report.epoch != info.epoch:
-                    info = await self._fetch_info(http, instance)
-                    self._publisher.on_info(instance.id, info, time.monotonic())
                 self._publisher.on_report(instance.id, report, time.monotonic())
-
-    async def _fetch_info(
-        self, http: aiohttp.ClientSession, instance: InstanceSettings
-    ) -> InstanceInfo:
-        async with (
-            asyncio.timeout(_TIMEOUT_S),
-            http.get(f"{self._config.url_of(instance)}/kvrs/v1/instance") as answer,
-        ):
-            answer.raise_for_status()
-            return msgspec.json.decode(await answer.read(), type=InstanceInfo)

@@ -8,6 +8,8 @@ from collections.abc import KeysView, Sequence
 from functools import partial
 from secrets import token_bytes
 
+import aiohttp
+
 from kvrs.agent.fences import FenceSender
 from kvrs.agent.regions import Regions
 from kvrs.agent.row_copies import RowCopier, RowCopies
@@ -19,11 +21,11 @@ from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.net.http import naming_port
-from kvrs.net.proving import Keys, instance_keys
+from kvrs.net.proving import Address, ProvingConnector, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
 from kvrs.protocol.rows import RowsReport, short
-from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp, listen_unix, remove_unix
@@ -43,6 +45,7 @@ _ORPHANS_S = 1.0
 _ORPHAN_S = 60.0
 # Period at which engines are checked for life.
 _SETTLE_S = 0.1
+_CONNECT_S = 2.0
 
 
 class NodeAgent:
@@ -98,7 +101,9 @@ class NodeAgent:
         self.tls = load_certificates("security.tls", config.security.tls)
         self._secret = secret
         can_fence = not config.cluster.backend.is_stock
-        self.fences = FenceSender(*self._instances_of(config), self.tls, can_fence=can_fence)
+        self.fences = FenceSender(can_fence=can_fence)
+        self._keys: dict[Address, ScopedKey] = {}  # Of the node's instances.
+        self._know_instances(config)
         self._orphan_s = _ORPHAN_S
         # None: instances own their memory.
         self.anchors = AnchoredFiles(directory) if config.state_plane.enabled else None
@@ -127,12 +132,19 @@ class NodeAgent:
             ConfigError: the configuration lacks this node.
         """
         self.node = node_of(config, self.node.id)
-        self.fences.learn(*self._instances_of(config))
+        self._know_instances(config)
 
-    def _instances_of(self, config: Config) -> tuple[dict[InstanceId, str], Keys]:
+    def _know_instances(self, config: Config) -> None:
         instances = self.node.instances
-        urls = {instance.id: config.url_of(instance) for instance in instances}
-        return urls, instance_keys(self._secret, instances)
+        self._keys.update(instance_keys(self._secret, instances))
+        self.fences.learn({instance.id: config.url_of(instance) for instance in instances})
+
+    def new_session(self) -> aiohttp.ClientSession:
+        """A client of the node's instances, also of those that come later."""
+        return aiohttp.ClientSession(
+            connector=ProvingConnector(self._keys, self.tls),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        )
 
     @property
     def capacity_bytes(self) -> int:

@@ -5,8 +5,8 @@ Every entry of a record is replicated to all nodes, so an entry is written again
 decision could come out differently, and at most once per second. A new, lost or replaced instance
 is published at once.
 
-    instance   unknown --info--> up --report--> up --no report, or its connection ended--> lost
-                                 ^------------------------- info or report -----------------'
+    instance   unknown --report--> up --no report, or its connection ended--> lost
+                                   ^---------------- report -------------------'
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ from kvrs.gossip.facts import (
 )
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.gpus import GpuHealth
-from kvrs.protocol.instance import InstanceInfo, LinkReport, LoadReport
+from kvrs.protocol.instance import LinkReport, LoadReport, Role
 
 POLL_INTERVAL_S = 0.25  # Period of `RecordPublisher.changes`.
 # An instance, which reports four times per second, is lost without a report for so long.
@@ -51,8 +51,8 @@ class RecordChanges(NamedTuple):
 
 @dataclass(slots=True)
 class _Instance:
-    info: InstanceInfo | None = None
-    load: LoadReport | None = None
+    role: Role
+    load: LoadReport | None = None  # None: it was never reached.
     last_report_s: float = 0.0
     lost: tuple[str, float] | None = None  # Cause, and when.
 
@@ -69,15 +69,11 @@ class RecordPublisher:
 
     # Observations of the agent.
 
-    def add(self, name: InstanceId) -> bool:
+    def add(self, name: InstanceId, role: Role) -> bool:
         """Add an instance; False: it was there."""
         is_new = name not in self._instances
-        self._instances.setdefault(name, _Instance())
+        self._instances.setdefault(name, _Instance(role))
         return is_new
-
-    def on_info(self, name: InstanceId, info: InstanceInfo, now_s: float) -> None:
-        instance = self._instances[name]
-        instance.info, instance.last_report_s, instance.lost = info, now_s, None
 
     def on_report(self, name: InstanceId, report: LoadReport, now_s: float) -> None:
         instance = self._instances[name]
@@ -91,7 +87,7 @@ class RecordPublisher:
 
     def on_lost(self, name: InstanceId, cause: str, now_s: float) -> None:
         instance = self._instances[name]
-        if instance.info is not None and instance.lost is None:
+        if instance.load is not None and instance.lost is None:
             instance.lost = cause[:_MAX_CAUSE_CHARS], now_s
 
     def changes(
@@ -106,13 +102,14 @@ class RecordPublisher:
         due: dict[Key, Fact] = {(FactKind.HOLDER, holder[0]): holder[1]}
         due |= {(FactKind.GPU, gpu.uuid): gpu for gpu in gpus}
         for name, instance in self._instances.items():
-            info, load = instance.info, instance.load
-            if info is not None and instance.lost is not None:
+            if (load := instance.load) is None:
+                continue
+            if instance.lost is not None:
                 cause, lost_s = instance.lost
-                due[FactKind.FAILURE, name] = FailureFact(info.epoch, cause, now_s - lost_s)
-            elif info is not None and load is not None:
+                due[FactKind.FAILURE, name] = FailureFact(load.epoch, cause, now_s - lost_s)
+            else:
                 numbers = load.queued, load.running, load.queue_delay_s, load.free_pages
-                due[FactKind.INSTANCE, name] = InstanceFact(info.role, load.epoch, *numbers)
+                due[FactKind.INSTANCE, name] = InstanceFact(instance.role, load.epoch, *numbers)
                 due[FactKind.SLOTS, name] = SlotsFact(*slots[name])
         for source, (link, measured_s) in self._links.items():
             age_s = max(0.0, now_s - measured_s)

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import aiohttp
+
 from kvrs.agent.gossip import NodeGossip
 from kvrs.agent.node import NodeAgent, open_directory
 from kvrs.agent.routes import make_routes
@@ -47,7 +49,8 @@ async def serve(
             learn = partial(_learn, agent, gossip, read)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)
         try:
-            await _serve(config, agent, gossip, [secret, *older], stop, ready)
+            async with agent.new_session() as http:
+                await _serve(config, agent, gossip, http, [secret, *older], stop, ready)
         finally:
             if stop.is_set() or not agent.store.held_bytes:
                 agent.store.clear()
@@ -71,6 +74,7 @@ async def _serve(
     config: Config,
     agent: NodeAgent,
     gossip: NodeGossip | None,
+    http: aiohttp.ClientSession,
     ring: Sequence[bytes],
     stop: asyncio.Event,
     ready: Callable[[], None],
@@ -91,7 +95,7 @@ async def _serve(
         agent.expire_leases(),
         agent.end_orphans(),
         agent.settle_regions(),
-        agent.fences.run(),
+        agent.fences.run(http),
         agent.store.grow_ahead(),
         _wait(stop),
     )
@@ -105,7 +109,7 @@ async def _serve(
             await port.open(bind, settings.port)
         if gossip is not None:
             await gossip.start()
-            tasks.append(asyncio.create_task(gossip.run()))
+            tasks.append(asyncio.create_task(gossip.run(http)))
         keep_what_is_there()
         ready()
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

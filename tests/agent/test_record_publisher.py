@@ -21,19 +21,12 @@ from kvrs.gossip.facts import (
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import InstanceInfo, LinkReport, LoadReport, MeasuredPrefill, Role
+from kvrs.protocol.instance import LinkReport, LoadReport, Role
 
 D0, P0 = InstanceId("d0"), InstanceId("p0")
 N1, N2 = NodeId("n1"), NodeId("n2")
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=1, dtype_bytes=2, page_size_tokens=16)
 GPU = GpuHealth("GPU-1", 0, GpuState.HEALTHY, "", 0.0)
-
-
-def info(epoch: int = 1) -> InstanceInfo:
-    measured = MeasuredPrefill("", 1, [0.0, 1.0])
-    return InstanceInfo(
-        D0, NodeId("n0"), Role.DECODE, epoch, 1, "m", "f", GEOMETRY, 0, 1, [], measured
-    )
 
 
 def load(epoch: int = 1, links: tuple[LinkReport, ...] = (), **numbers: Any) -> LoadReport:
@@ -46,7 +39,11 @@ class PollingAgent:
 
     def __init__(self) -> None:
         self.publisher = RecordPublisher()
-        assert [self.publisher.add(name) for name in (D0, P0, D0)] == [True, True, False]
+        assert [self.publisher.add(name, Role.DECODE) for name in (D0, P0, D0)] == [
+            True,
+            True,
+            False,
+        ]
         self.now_s = 100.0
         self.slots = {D0: (32, 0.0), P0: (32, 0.0)}
         self.gpus = [GPU]
@@ -72,7 +69,6 @@ class PollingAgent:
 
 def up() -> PollingAgent:
     agent = PollingAgent()
-    agent.publisher.on_info(D0, info(), agent.now_s)
     agent.report(load())
     return agent
 
@@ -108,7 +104,6 @@ def test_an_entry_is_written_at_most_once_per_second() -> None:
 def test_a_new_epoch_is_written_at_once() -> None:
     """Nodes with the old epoch would wait for an instance that is gone."""
     agent = up()
-    agent.publisher.on_info(D0, info(epoch=2), agent.now_s)
 
     assert agent.report(load(epoch=2)) == [("d0", InstanceFact(Role.DECODE, 2, 0, 0, 0.0, 1000))]
 
@@ -120,7 +115,6 @@ def test_a_lost_instance_has_a_failure_in_place_of_its_load_until_it_is_back() -
     agent.publisher.on_lost(D0, "connection refused", agent.now_s)
 
     dead = agent.look()
-    agent.publisher.on_info(D0, info(epoch=2), agent.now_s)
     agent.publisher.on_report(D0, load(epoch=2), agent.now_s)
     alive = agent.look()
 
@@ -166,7 +160,7 @@ def test_the_latest_measurement_of_a_link_is_published() -> None:
 
     written = dict(agent.report(load(links=(LinkReport(N1, 1e9, 1e7, 0.5),))))
 
-    assert written == {N1: LinkFact(1e9, 1e7, 0.5), N2: LinkFact(3e9, 1e7, 1.0)}
+    assert (written[N1], written[N2]) == (LinkFact(1e9, 1e7, 0.5), LinkFact(3e9, 1e7, 1.0))
 
 
 def test_a_link_with_recent_measurements_is_refreshed() -> None:
