@@ -14,13 +14,14 @@ from aiohttp.client_proto import ResponseHandler
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.settings import netloc
-from kvrs.net.tls import Certificates, TlsConnector
+from kvrs.net.tls import Certificates
 from kvrs.process.eager_task import Signal
 from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 
 # A process with a busy event loop proves itself late.
 PROOF_TIMEOUT_S = 5.0
+_NAME_S = 1  # Time for which a name's address serves new connections.
 
 Address = tuple[str | None, int | None]
 Keys = Mapping[Address, ScopedKey]
@@ -55,12 +56,14 @@ def agent_keys(secret: bytes, nodes: Iterable[NodeSettings]) -> Keys:
     }
 
 
-class ProvingConnector(TlsConnector):
-    """A connection pool that proves each connection once, when it is made."""
+class ProvingConnector(aiohttp.TCPConnector):
+    """A connection pool that proves each connection once, when it is made, and uses the present
+    certificate and CA for it where the URL is an https:// one.
+    """
 
     def __init__(self, keys: Keys, tls: Certificates | None = None, **options: Any) -> None:
-        super().__init__(tls, **options)
-        self._keys = keys
+        super().__init__(ttl_dns_cache=_NAME_S, **options)
+        self._keys, self._tls = keys, tls
 
     async def _wrap_create_connection(
         self,
@@ -75,6 +78,8 @@ class ProvingConnector(TlsConnector):
         key = self._keys.get((req.url.host, req.url.port))
         if key is None:
             raise UnprovenError(req.connection_key, "no process of the cluster has this address")
+        if options.get("ssl") is not None and self._tls is not None:
+            options["ssl"] = self._tls.client
         transport, greeter = await super()._wrap_create_connection(
             partial(HandshakeProtocol, key),
             *args_left,

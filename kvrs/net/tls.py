@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import aiohttp
-from aiohttp.client_proto import ResponseHandler
-
 from kvrs.config.tls import TlsSettings
 from kvrs.errors import ConfigError
 from kvrs.net.connections import PortConnection
@@ -31,7 +28,6 @@ _HANDSHAKE = b"\x16"  # First byte of TLS; HTTP begins with a letter.
 _PAUSE_S = 0.1
 _CLOSING_S = 2.0
 _LOG_INTERVAL_S = 1.0
-_NAME_S = 1  # Time for which a name's address serves new connections.
 
 
 class ServerSide(ssl.SSLObject):
@@ -358,20 +354,3 @@ async def _first_byte(sock: socket.socket) -> bytes:
     finally:
         loop.remove_reader(sock)
     return sock.recv(1, socket.MSG_PEEK)
-
-
-class TlsConnector(aiohttp.TCPConnector):
-    """A connection pool that uses the present certificate and CA at every new connection to an
-    https:// URL.
-    """
-
-    def __init__(self, certificates: Certificates | None, **options: Any) -> None:
-        super().__init__(ttl_dns_cache=_NAME_S, **options)
-        self._certificates = certificates
-
-    async def _wrap_create_connection(
-        self, *args: Any, **options: Any
-    ) -> tuple[asyncio.Transport, ResponseHandler]:
-        if options.get("ssl") is not None and self._certificates is not None:
-            options["ssl"] = self._certificates.client
-        return await super()._wrap_create_connection(*args, **options)
