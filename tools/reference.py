@@ -175,11 +175,9 @@ settings classes in `kvrs/config` by `make reference`.
 
 `kvrs config check` also looks for what cannot work although every value is in its range: files,
 certificates and models that are not there, pages that hold no request of `max_model_len` or do not
-fit into memory, checkpoints that do not fit, a port that is used twice. Names that cannot be
-resolved are a warning, since DNS may differ where the processes run. `--elsewhere` checks a file
-for other machines: it looks up neither files nor names. Files of several proxies are compared with
-each other: `kvrs config check a.yaml b.yaml`. `kvrs proxy` refuses a file for the same reasons, but
-for files that only engines or agents read.
+fit into memory, checkpoints that do not fit, a port that is used twice. `--elsewhere` checks a file
+for other machines: it looks up no files. `kvrs proxy` refuses a file for the same reasons, but for
+files that only engines or agents read.
 
 An unknown key, a value of the wrong type or out of its range is an error. Numbers may have an
 exponent (`20e6`). `[]` in a key stands for each item of a list.

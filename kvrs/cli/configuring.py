@@ -13,17 +13,16 @@ from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import commented_yaml, shown_path
 from kvrs.config.file import Config, checked, load_config, load_source
-from kvrs.config.other_proxies import faults_between
-from kvrs.config.source import Source, leaves
+from kvrs.config.source import leaves
 from kvrs.errors import ConfigError
 
 File = Annotated[Path, typer.Argument(help="YAML file")]
-Files = Annotated[list[Path], typer.Argument(help="YAML file, or the files of several proxies")]
+Files = Annotated[list[Path], typer.Argument(help="YAML files")]
 ShownFile = Annotated[Path | None, typer.Argument(help="YAML file; without it, the defaults")]
 NewFile = Annotated[Path, typer.Argument(help="File to be written; one that exists is kept")]
 Elsewhere = Annotated[
     bool,
-    typer.Option("--elsewhere", help="For other machines: look up no files and no names here"),
+    typer.Option("--elsewhere", help="For other machines: look up no files here"),
 ]
 Situation = Annotated[
     Backend, typer.Option("--for", help="vllm, sglang: a proxy in front; others: a try-out")
@@ -31,32 +30,27 @@ Situation = Annotated[
 
 
 def check(files: Files, elsewhere: Elsewhere = False) -> None:
-    """Print every fault of a configuration file at once; of the files of several proxies, also what
-    each says of the others and is not so.
-    """
+    """Print every fault of configuration files at once."""
     from kvrs.cli.feasibility import remarks_on
 
-    found: dict[str, tuple[Source, Config]] = {}
-    faults: list[str] = []
-    for each in files:
-        faults += faults_in(partial(_check_one, each, elsewhere, found))
-    proxies = {file: config.proxy for file, (_, config) in found.items()}
-    faults += [found[file][0].located(fault) for file, fault in faults_between(proxies)]
-    if faults:
+    found: dict[Path, Config] = {}
+    if faults := [
+        fault for each in files for fault in faults_in(partial(_check_one, each, elsewhere, found))
+    ]:
         raise ConfigError(faults)
-    for file, (_, config) in found.items():
+    for file, config in found.items():
         for line in dict.fromkeys(remarks_on(config, elsewhere=elsewhere)):
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
         console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
 
 
-def _check_one(file: Path, elsewhere: bool, found: dict[str, tuple[Source, Config]]) -> None:
-    """Add a file that can be read to those `found`, and check it. Raises ConfigError."""
+def _check_one(file: Path, elsewhere: bool, found: dict[Path, Config]) -> None:
+    """Check a file, and add its configuration to those `found`. Raises ConfigError."""
     from kvrs.cli.feasibility import check_all, faults_of
 
     config = checked(source := load_source(file, os.environ))
-    found[str(file)] = source, config
     check_all(source, faults_of(config, os.environ, elsewhere=elsewhere))
+    found[file] = config
 
 
 def show(

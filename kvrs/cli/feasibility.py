@@ -1,15 +1,11 @@
 """Faults of a valid configuration that cannot work: ports open to everyone, missing files, KV that
-does not fit, names that do not resolve.
+does not fit.
 """
 
 import json
 import os
 import shutil
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,17 +17,12 @@ from kvrs.config.cluster import Backend
 from kvrs.config.distserve import check_home
 from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
-from kvrs.config.settings import HOST_OF_PORT, is_numeric
 from kvrs.config.source import Source
 from kvrs.config.tenants import read_tenants
 from kvrs.config.tls import TlsSettings
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.tracing.settings import trace_settings
-
-_RESOLVE_S = 3.0
-_MAX_SHOWN = 3
-_FIRST_PORT_OF_ALL = 1024  # Lowest port that every system lets any user bind.
 
 
 def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = False) -> list[str]:
@@ -164,24 +155,6 @@ def _here(config: Config) -> Iterator[str]:
     yield from _without_tokenizer(config)
     yield from _foreign_profile(config)
     yield from capacity_remark(config)
-    yield from _forbidden_ports(config)
-    yield from _unresolved(config)
-
-
-def _forbidden_ports(config: Config) -> Iterator[str]:
-    """Yield low ports that this user may not bind; the user that starts the proxy may."""
-    for key in ("port", "admin_port", "peer_port"):
-        host, port = getattr(config.proxy, HOST_OF_PORT[key]), getattr(config.proxy, key)
-        if 0 < port < _FIRST_PORT_OF_ALL and is_numeric(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            with socket.socket(family, socket.SOCK_STREAM) as trial, suppress(OSError):
-                try:
-                    trial.bind((host, port))
-                except PermissionError:
-                    yield (
-                        f"warning: proxy.{key}: got {port}, which this user may not bind; allowed: "
-                        f"{_FIRST_PORT_OF_ALL} and above, or the capability CAP_NET_BIND_SERVICE"
-                    )
 
 
 def _without_tokenizer(config: Config) -> Iterator[str]:
@@ -209,23 +182,6 @@ def _foreign_profile(config: Config) -> Iterator[str]:
     if model is not None and config.cluster.backend.is_stock:
         remark = foreign_profile(config.profiles.prefill, find_model(model))
         yield from () if remark is None else (remark,)
-
-
-def _unresolved(config: Config) -> Iterator[str]:
-    """Yield a line with the host names that do not resolve here; they may elsewhere."""
-    names = sorted({host for host in _hosts(config) if not is_numeric(host)})
-    answered: set[str] = set()
-    threads = [
-        threading.Thread(target=_resolve, args=(name, answered), daemon=True) for name in names
-    ]
-    for thread in threads:
-        thread.start()
-    deadline_s = time.monotonic() + _RESOLVE_S
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    if missing := [name for name in names if name not in answered]:
-        shown = ", ".join(missing[:_MAX_SHOWN]) + (" ..." if missing[_MAX_SHOWN:] else "")
-        yield f"warning: {len(missing)} host names cannot be resolved on this machine: {shown}"
 
 
 def _tokens_held(config: Config) -> int:
@@ -347,22 +303,3 @@ def _faults_of_backup(config: Config) -> Iterator[str]:
             f"agents on one machine; allowed: at most {size_bytes // together}, the "
             f"size of {folder}"
         )
-
-
-def _hosts(config: Config) -> Iterator[str]:
-    proxy = config.proxy
-    yield from (proxy.host, proxy.admin_host, proxy.peer_host, proxy.gossip_host)
-    yield from (peer.host for peer in proxy.peers)
-    yield from config.security.hosts
-    for node in config.cluster.nodes:
-        yield node.agent.host
-        yield from (instance.host for instance in node.instances)
-    yield from (service.host for service in config.cluster.services if service.host is not None)
-
-
-def _resolve(name: str, answered: set[str]) -> None:
-    try:
-        socket.getaddrinfo(name, None)
-    except (OSError, UnicodeError):
-        return
-    answered.add(name)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -170,24 +169,6 @@ def test_a_proxy_needs_no_file_of_engines_or_agents(tmp_path: Path) -> None:
     assert not {"cluster.model", "backup.directory"} & set(str(started.exception).split(": "))
 
 
-def test_a_port_that_the_user_may_not_bind_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another user may start the proxy. A port that can be bound, or is taken, is none."""
-
-    class Denied(socket.socket):
-        def bind(self, address: Any, /) -> None:
-            raise PermissionError if address[1] == 80 else OSError
-
-    monkeypatch.setattr("kvrs.cli.feasibility.socket.socket", Denied)
-
-    result = check(tmp_path, {"proxy": {"port": 80, "admin_port": 81}})
-
-    warnings = [line for line in result.output.splitlines() if "may not bind" in line]
-    assert result.exit_code == 0, result.output
-    assert [line.partition(", ")[0] for line in warnings] == ["warning: proxy.port: got 80"]
-
-
 def test_files_that_do_not_exist_are_faults_on_this_machine(tmp_path: Path) -> None:
     """All at once, each with its key."""
     document = {
@@ -328,30 +309,3 @@ def test_certificates_are_loaded_by_the_check(tmp_path: Path) -> None:
     (fault,) = faults_of(tmp_path, {"proxy": {"tls": {"cert": str(one.cert), "key": str(two.key)}}})
 
     assert "is not the key of" in fault
-
-
-def test_names_that_cannot_be_resolved_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DNS may differ where the processes run; a resolver that does not answer is not waited for."""
-
-    def resolve(name: str, port: object) -> None:
-        if name != "gpu-1.example":
-            raise socket.gaierror
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    nodes = [{"id": "n0", "instances": [{"id": "b0", "role": "both", "host": "gpu-1.example"}]}]
-    document = {
-        "cluster": {"nodes": nodes},
-        "proxy": {"peers": [{"id": "proxy-1", "host": "127.0.0.1", "peer_port": 9}]},
-        "security": {"hosts": ["gpu-2.example"]},
-    }
-    monkeypatch.setenv("KVRS_SECRET", "correct-horse-battery")
-
-    result = check(tmp_path, document)
-
-    assert result.exit_code == 0, result.output
-    assert (
-        "warning: 1 host names cannot be resolved on this machine: gpu-2.example" in result.output
-    )
-    assert "resolved" not in check(tmp_path, document, "--elsewhere").output
