@@ -132,12 +132,15 @@ def test_a_page_in_the_place_of_another_is_not_adopted(left: StoreDirectory) -> 
 
 
 def test_another_capacity_than_before_keeps_what_fits(left: StoreDirectory) -> None:
-    """A slot beyond the capacity must not be used, and its memory is given back."""
+    """A slot beyond the capacity must not be used, and its memory is given back. The file keeps its
+    length for processes that have it mapped: a read behind its end would end them.
+    """
     assert adopted(left, pages=16) == [(5, TAGS[0]), (0, TAGS[1])]
-    before = left.used_bytes()
+    before, length = left.used_bytes(), (left.path / "slab").stat().st_size
 
     assert adopted(left, pages=4) == [(0, TAGS[1])]
     assert left.used_bytes() <= before - 2 * PAGE_BYTES
+    assert (left.path / "slab").stat().st_size == length
     assert adopted(left) == [(0, TAGS[1])]
 
 

@@ -67,12 +67,16 @@ class Slab:
         # Offset of the page in a slot.
         self._page_at = _aligned(_RECORD_BYTES + kind.page_cells * CHECKSUM_BYTES)
         self._slot_bytes = self._page_at + _aligned(kind.page_bytes)
+        size_bytes = self._at(self.slots)
         try:
-            os.ftruncate(descriptor, self._at(self.slots))
+            # A file is never cut short: a read behind its end ends a process that has it mapped.
+            if os.fstat(descriptor).st_size < size_bytes:
+                os.ftruncate(descriptor, size_bytes)
         except OSError:
             os.close(descriptor)
             raise
         self.region = Region(descriptor)
+        self.region.drop(size_bytes)
         self._bytes = memoryview(self.region.memory)
         self.grown = 0  # Slots below this number have memory.
         self._writes = 0
