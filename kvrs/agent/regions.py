@@ -122,8 +122,7 @@ class EngineRegion:
             return None
         self.used_s = now_s
         size = os.preadv(self._memory, [buffer], row * self.info.row_bytes)
-        # Checked for dead engines too: the engine may have died after the first look, with this row
-        # half written.
+        # A dead engine's row is checked too: the engine may have died while it wrote the row.
         if size != self.info.row_bytes or not self._ledger.still(row, sequence):
             return None
         if not tagged:

@@ -44,8 +44,7 @@ STOCK: dict[str, Any] = {ENGINES: ["vllm", "sglang"]}
 # Form of the name of a process or node, which is also part of paths and file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
-# Settings of earlier versions, and what does their work now.
-# Keys of key files, by their last part.
+# Removed keys of key files, by their last part, each with the hint that its error gives.
 _GONE = dict.fromkeys(("requests_per_s", "tokens_per_min"), "a gateway in front limits rates") | {
     "open_bytes": "set proxy.body_budget_bytes, which all tenants share"
 }

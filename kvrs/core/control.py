@@ -322,8 +322,8 @@ class Control(Generic[S]):
         if not journal.is_recoverable:
             self.end(live, CannotContinue(NO_IDS), now_s)
             return False
-        # Learned too late for the head: the engine parses its output, which another engine cannot
-        # continue unless it replays.
+        # The engine parses its output, which another engine cannot continue without a replay. The
+        # response's head is too early to say so.
         unkept = [each for each in journal.inexact if each not in journal.replayed]
         if journal.promise is not ev.Promise.NONE and unkept and journal.output_ids:
             cause = f"cannot be continued exactly: {', '.join(unkept)}"
@@ -331,7 +331,7 @@ class Control(Generic[S]):
             return False
         return True
 
-    # Reports of attempts.
+    # Methods for reports of attempts.
 
     def halt(self, live: S) -> None:
         """End an attempt that the policy has dropped; the stream continues without it."""
@@ -355,7 +355,7 @@ class Control(Generic[S]):
         if lost := self.leases.unknown(instance, streams):
             self.tell(ev.RetentionLost(instance, lost), now_s)
 
-    # Reports of watches.
+    # Methods for reports of watches.
 
     def instance_up(self, known: Member, info: InstanceInfo, now_s: float) -> Member:
         """Note that an instance is usable in a new epoch; return its record from now on. Attempts

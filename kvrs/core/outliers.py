@@ -128,7 +128,7 @@ def _doubt(
         stream.recovery.note_overflow(by)
     else:
         stream.note_refusal(by)
-    if is_probe:  # The cause will be known later, when the next probe may come.
+    if is_probe:  # The next probe waits for the cause.
         member.answers.close(event.cause, state.view.now_s, FAILURE_PAUSE_S)
     elif event.failure is ev.FailureKind.SILENT:
         _pause(state, member, event.cause, FAILURE_PAUSE_S)

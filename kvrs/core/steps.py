@@ -42,7 +42,7 @@ def _never(state: State, stream: Stream | None, event: StreamEvent, now_s: float
     raise AssertionError((event, stream))
 
 
-# Begin of a stream.
+# Functions for the begin of a stream.
 
 
 def _admit(state: State, _: None, event: ev.StreamArrived, now_s: float) -> None:
@@ -68,7 +68,7 @@ def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None
     starter.place_all(state, [stream], now_s)
 
 
-# Progress of an attempt.
+# Functions for the progress of an attempt.
 
 
 def _note_prefill(state: State, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
@@ -153,7 +153,7 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
     stream.note_resumed(event, now_s)
 
 
-# End of an attempt.
+# Functions for the end of an attempt.
 
 
 def _note(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:

@@ -29,8 +29,8 @@ RECONNECT_INTERVALS = 10.0
 FORGET_S = 3600.0  # Time for which a dead member is remembered.
 _DELTAS = 16  # Most packets that answer a digest; the next exchange brings the rest.
 _WANTS_SHARE = 0.5  # Maximum share of `wants` in a delta.
-# Share of an interval after which exchanges repeat, for two intervals, once one has brought
-# records. Two, because an exchange that brings nothing may have been lost.
+# After an exchange that has brought records, exchanges repeat at this share of an interval, for two
+# intervals: the next one may be lost.
 _BUSY_SHARE = 0.2
 _BUSY_INTERVALS = 2.0
 

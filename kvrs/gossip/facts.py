@@ -118,7 +118,7 @@ def decode_fact(kind: FactKind, value: bytes) -> Fact:
     return fact
 
 
-# Events of a node.
+# Events that a node tells its process.
 
 
 class MemberChanged(NamedTuple):

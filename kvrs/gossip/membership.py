@@ -273,7 +273,7 @@ class Membership:
             if self._timer_due_s <= due_s:
                 return
             self._timer.cancel()
-        # Kept separately: uvloop's handle for a past time has no `when`.
+        # The time is kept beside the handle: uvloop's handle for a past time has no `when`.
         self._timer_due_s = due_s
         self._timer = loop.call_at(due_s, self._tick)
 

@@ -154,7 +154,7 @@ class Prober:
 
     def on_nack(self, sender: NodeId, nack: Nack) -> None:
         probe = self._probes.get(nack.seq)
-        # Counted once per relay: a duplicated PingReq gets two answers, and more nacks than relays
+        # A relay counts once: a duplicated PingReq gets two answers, and more nacks than relays
         # would raise the health score above its maximum.
         if probe is not None and sender in probe.relays:
             probe.nacks.add(sender)

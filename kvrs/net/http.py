@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORTEST_WATCH_S = 0.02
-HEALTHZ = "/healthz"  # Open to everyone; it only answers.
+HEALTHZ = "/healthz"  # The path is open to everyone, and only shows that the process answers.
 
 # Paths for experiments and tests.
 _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))

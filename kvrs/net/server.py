@@ -267,7 +267,7 @@ class HttpConnection(PortConnection):
         self._line.append(self, now_s + HEAD_S)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport is None or self._is_over:  # Refused.
+        if self.transport is None or self._is_over:  # The connection is refused.
             return
         if self._proof is not None:
             data = self._prove(self._proof, data)
@@ -348,7 +348,7 @@ class HttpConnection(PortConnection):
             self.scope = None if proof.scope is None else proof.scope.scope
         return data
 
-    # Handling of an incomplete request.
+    # Methods for an incomplete request.
 
     def _read_head(self, data: bytes) -> tuple[Head, int, int] | None:
         """Read a head; None: incomplete, or refused."""
@@ -390,7 +390,7 @@ class HttpConnection(PortConnection):
             transport.write_eof()
         asyncio.get_running_loop().call_later(LINGERING_S, self.close_if_idle)
 
-    # Handling of a complete request.
+    # Methods for a complete request.
 
     def want_body(self) -> None:
         """Note that the handler reads the body now."""

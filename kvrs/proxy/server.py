@@ -121,7 +121,8 @@ class Proxy:
         await self._listen_to_operators(parts)
         if self._config.gossip.enabled:
             await self._join(parts.gossip_view)
-        # Opened once all ports are bound: a second proxy, started by mistake, fails before.
+        # The log is opened after the ports are bound: a proxy started twice by mistake fails
+        # before.
         if parts.event_log is not None:
             parts.event_log.open()
         self._background = [asyncio.create_task(each) for each in self._work_of(parts)]

@@ -118,7 +118,7 @@ class AcceptLoop:
         self._handshake_over.set()
 
     def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        # Closed here, because the task may have been cancelled before it ran at all.
+        # The task may have been cancelled before it ran, and so closes nothing.
         sock.close()
         self._connections.discard(task)
         self._no_stranger(task)

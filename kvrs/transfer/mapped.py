@@ -1,9 +1,9 @@
 """Copies of pages from the memory of processes of this host, without a socket.
 
 The node's agent, or an instance whose memory it owns, pins them and hands out a descriptor of its
-file (`lending.py`), which is mapped to be read. A copy counts once its checksum is that of the
-page when it was stored or pinned, so that a page which was overwritten while it was copied, by this
-process or the next one, is none.
+file (`lending.py`), which is mapped to be read. A copy counts only with the checksum that the page
+had when it was stored or pinned. A page that is overwritten while it is copied is therefore never
+taken.
 """
 
 import asyncio
@@ -232,7 +232,7 @@ def _cells(page: Bytes, part: PagePart) -> Bytes:
 
 def _probe_copy() -> _Copy:
     source, target = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
-    # Written first, because the first use of memory takes the system longer.
+    # The first use of memory takes the system longer, so the memory is written first.
     for each in (source, target):
         np.frombuffer(each, np.uint8).fill(1)
     starts = range(0, _PROBE_BYTES, _PROBE_PAGE_BYTES)
@@ -250,7 +250,7 @@ def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memor
     """
     descriptors = connection.stream.descriptors
     try:
-        # Compared before mapping: a read behind a file's end kills the process.
+        # A read behind a file's end kills the process, so sizes are compared before mapping.
         check_file(mapped.file_bytes, [os.fstat(each).st_size for each in descriptors])
         if mapped.file_bytes:
             connection.memory = map_file(descriptors.pop(), mapped.file_bytes, writable=False)

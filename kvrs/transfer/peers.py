@@ -139,9 +139,7 @@ class Incoming(Protocol):
         ...
 
     def end(self) -> HeldPages:
-        """Called once, always: after the last page or after a failure. Frees what was not
-        committed.
-        """
+        """End the transfer after its last page or a failure, once: free what was not committed."""
         ...
 
 
@@ -155,8 +153,8 @@ class PageSink(Protocol):
     """
 
     def adopt(self, client: Identity) -> None:
-        """Called with an authenticated client before its fingerprint and page size are compared
-        with the agent's identity; different ones are refused. The agent may adopt them here.
+        """Let the agent adopt an authenticated client's fingerprint and page size, before these are
+        compared with the agent's own; different ones are refused.
         """
         ...
 

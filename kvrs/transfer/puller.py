@@ -208,7 +208,7 @@ class PagePuller:
             if checksum_of(page, part) != answer.checksum:
                 raise DamagedPageError(f"checksum of page {pulling.verified} is wrong")
             session.check_answer(mac, answer, page)
-            # Counted before anything else can fail: later errors do not concern this page.
+            # The page counts before anything else can fail: later errors do not concern it.
             pulling.add(1)
             start = await filling.next()
             answer = frames.decode_answer(

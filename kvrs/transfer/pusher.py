@@ -68,8 +68,7 @@ class PagePusher:
             with self._links.to(peer.node).sending(
                 connection.stream, TrafficClass.CHECKPOINT
             ) as sender:
-                # Sent in one call with the first pages: most stores are small, and each call wakes
-                # the agent.
+                # The frame is sent in one call with the first pages: each call wakes the agent.
                 session = connection.stream.session
                 store = frames.encode_store(StoreFrame(connection.request_id, ranges))
                 buffers: list[Bytes] = [store, session.seal(store)]

@@ -200,7 +200,7 @@ async def _send_pages(
             payload = sender.payload(asked)
             buffers += (session.answer(answer, payload), payload)
         if group[0][0] == 0:
-            # Sent first, because the receiver's meter measures from its arrival.
+            # The receiver's meter measures from the arrival of this frame.
             await sender.send(buffers.pop(0))
         await sender.send(*buffers)
     last = FrameType.END if complete else FrameType.GONE

@@ -38,8 +38,8 @@ _DESCRIPTORS = 1  # Descriptors per message: that of the peer's file with its pa
 _PIECE_BYTES = 1 << 16
 
 # Bytes in flight should fit in a CPU's cache: with the kernel's own, larger choice the copies go
-# through memory and take half as long again. Still more than a link of 25 Gbit/s holds in a round
-# trip of 0.2 ms.
+# through memory and take half as long again. A link of 25 Gbit/s holds less in a round trip of 0.2
+# ms.
 SEND_BUFFER_BYTES = 1 << 19
 
 _KEEPALIVE_IDLE_S = 5

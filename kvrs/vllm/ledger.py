@@ -24,7 +24,7 @@ from kvrs.vllm.adapters import BASE, LoraAdapter
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-# Added to the rank of a protected row: vLLM counts ranks up from 1 and evicts the lowest.
+# Offset of a protected row's rank: vLLM counts ranks up from 1 and evicts the lowest.
 _PROTECTED = 1 << 62
 _policies: "list[KvrsPolicy]" = []  # Policies made in this process; the engine uses the latest.
 

@@ -30,7 +30,7 @@ RENEW_TICK_S = 0.1  # A restarted agent learns of the held slots within this tim
 class SlotOutcome(StrEnum):
     GRANTED = "granted"
     DENIED = "denied"
-    LOCAL = "local"  # Granted locally.
+    LOCAL = "local"  # Granted without an agent.
     LOST = "lost"  # The agent gave the slot to another proxy, and ends the transfer.
 
 

@@ -52,7 +52,7 @@ class Instances:
         self.served_name = config.cluster.served_name
         # Decode instances compute all prompts, so no prefill instance is missing.
         self.decodes_only = config.cluster.roles == {Role.DECODE}
-        # Looked up now, so that an unknown name is an error at the start.
+        # An unknown name is an error at the start.
         self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
         # Identity of the first instance. All others must serve the same model: a stream continues

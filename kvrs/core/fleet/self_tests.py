@@ -133,7 +133,7 @@ class SelfTests:
         """KV is tested only if the configuration has two instances that could exchange it."""
         if not self._may_test_kv:
             return False
-        # Evaluated at each report, so the search stops at the first pair of roles.
+        # The search runs at each report, and stops at the first pair of roles.
         roles: list[Role] = []
         for one in self._known.values():
             if one.health is Health.REMOVED:
@@ -144,7 +144,7 @@ class SelfTests:
                 roles.append(one.role)
         return False
 
-    # Life of an instance.
+    # Methods for the life of an instance.
 
     def up(self, info: InstanceInfo, now_s: float) -> None:
         """Note a new process of the instance, or changed abilities of the same process."""
@@ -178,7 +178,7 @@ class SelfTests:
         self._reported.pop(instance, None)
         self._compare()
 
-    # Results of the tests.
+    # Methods for results.
 
     def seen(self, instance: InstanceId) -> Seen:
         """Results of an instance's tests, in the form that the policy gets."""
@@ -283,7 +283,7 @@ class SelfTests:
             found[mine.likeness(theirs) is not Likeness.OTHER].append(other)
         return found
 
-    # Tests, at most one at a time per instance.
+    # Methods for tests: an instance has at most one at a time.
 
     def next(self, now_s: float) -> SelfTest | None:
         """The next test to run; its instances stay busy until its outcome is reported."""

@@ -306,7 +306,7 @@ class ResponsesApi:
         except ClientGoneError:
             return _left(sse)
 
-    # Start of responses.
+    # Methods that start responses.
 
     async def _new(self, request: Request, call: ClientCall) -> BegunResponse:
         await self._admissions.read_body(call)
@@ -339,7 +339,7 @@ class ResponsesApi:
         digest = blake2b(f"{PATH}\0{name}".encode(), digest_size=32).digest()
         return ResumeRequest(keys, digest, tenant=secret.mark, request=kept)
 
-    # Forms of a response.
+    # Methods for forms of a response.
 
     def _translator(self, stored: Stored, asked: ResponseRequest) -> Translator:
         served = self._driver.control.instances.model

@@ -58,7 +58,7 @@ class Tenants:
         if self._settings is not None:
             self._apply(self._settings)
 
-    # Tenants of requests.
+    # Methods for tenants of requests.
 
     def secret_of(self, request: Request, tenant: Tenant) -> TenantSecret:
         """Secret for a request's records of streams."""
@@ -106,7 +106,7 @@ class Tenants:
             )
         return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})
 
-    # API keys.
+    # Methods for API keys.
 
     def prepare(self, config: Config) -> Callable[[], None] | None:
         """Read the keys, and return a function that puts them in use; open streams go on. None:

@@ -120,7 +120,7 @@ class ModelFiles:
 
     def _found(self, directory: Path) -> None:
         self.directory = directory
-        # Fixed here: a promise made to a client at admission must hold at its recovery.
+        # These facts stay fixed: a promise made at admission must hold at the recovery.
         self.has_tokenizer = (directory / "tokenizer.json").exists()
         self.default_max_tokens = default_max_tokens(directory)
         self.default_sampling = default_sampling(directory)

@@ -110,7 +110,7 @@ class OpenAiPeer(Peer):
             if call.hand_off is not None:
                 call.hand_off.is_sent = True
             sent = upstream.send(head, body, reader)
-            del call, head, body  # Freed now: the answer may take minutes.
+            del call, head, body  # The answer may take minutes.
             # Keep no reference to the future: its error would refer back to it through this frame.
             need = await (await sent)
             status = upstream.status

@@ -48,7 +48,7 @@ class VllmMetrics:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        # Parsed once: a server shows tens of kilobytes, mostly histograms.
+        # The text is parsed once: a server shows tens of kilobytes, mostly histograms.
         self._found: dict[str, list[tuple[str, float]]] = {}
         for name, labels, value in _LINE.findall(text):
             self._found.setdefault(name, []).append((labels, float(value)))

@@ -70,7 +70,7 @@ class RecordBook:
         # Time of deletion by key of a deleted record: at most as many as records.
         self._dropped: dict[str, float] = {}
 
-    # Streams that run here.
+    # Methods for streams that run here.
 
     def own(self, record: Record, now_s: float) -> bool:
         """Add the record of a stream that starts to run here; False: no room."""
@@ -94,7 +94,7 @@ class RecordBook:
     def set_prompt(self, record: Record, prompt_ids: bytes | None) -> None:
         self._note_growth(record, record.set_prompt(prompt_ids))
 
-    # Records and peers.
+    # Methods for records and peers.
 
     def lose(self, peer: str) -> None:
         """Note that a peer's records are lost, or cannot be claimed there."""
@@ -178,7 +178,7 @@ class RecordBook:
             return UpdateAck(AckStatus.FULL)
         return UpdateAck(AckStatus.STORED, len(record.events))
 
-    # Claims of streams.
+    # Methods for claims.
 
     def version(self, key: str) -> RecordVersion | None:
         record = self.records.get(key)
@@ -220,7 +220,7 @@ class RecordBook:
             return Refusal.BUSY
         return Refusal.BUSY if record.is_just_granted(now_s) and not state.released else None
 
-    # Eviction of records.
+    # Methods for eviction.
 
     def expire(self, now_s: float) -> None:
         self._dropped = {

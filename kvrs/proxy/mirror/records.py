@@ -195,7 +195,7 @@ def merged(granted: Record, own: Record | None) -> Record:
     return granted
 
 
-# Sizes of messages.
+# Functions for sizes of messages.
 
 
 def size_of(update: Update) -> int:
@@ -209,7 +209,7 @@ def _size_of(event: StreamEvent) -> int:
     return len(event.data) + len(event.ids) + _BYTES_PER_EVENT
 
 
-# Comparison of versions.
+# Functions for versions.
 
 
 def message_of(update: Update) -> Message:
@@ -250,7 +250,7 @@ def _content(one: Update | Record) -> tuple[bool, int]:
     return one.state.complete, len(one.events)
 
 
-# Choice of a proxy for a stream.
+# Functions for the choice of a proxy.
 
 
 def best_of(versions: Iterable[tuple[str, RecordVersion]]) -> tuple[str, RecordVersion] | None:

@@ -160,7 +160,7 @@ class Mirror:
         self._copies = CopyQueue(self.book)
         self.sent = sent
 
-    # Streams that run here.
+    # Methods for streams that run here.
 
     def open(
         self,
@@ -276,7 +276,7 @@ class Mirror:
             keyed.fail(failures.SUPERSEDED)
         self._closing.pop(key, None)
 
-    # Messages of peers.
+    # Methods for messages of peers.
 
     def take(self, update: Update, sender: str) -> UpdateAck:
         received = self.book.receive(update, sender, self.clock())
@@ -292,7 +292,7 @@ class Mirror:
             self.supersede(claim.key)
         return answer
 
-    # Choice of peers.
+    # Methods for the choice of peers.
 
     def _assign(self, keyed: KeyedStream) -> None:
         mirrors, granter = self.peers.present.mirrors, keyed.record.peer
@@ -339,7 +339,7 @@ class Mirror:
         for target in self._copies.plan(self.peers.present, self.clock()):
             self._pending[target].hurry()
 
-    # Sending of messages.
+    # Methods for sends.
 
     async def run(self) -> None:
         """Replicate until cancelled."""
@@ -423,7 +423,7 @@ class Mirror:
         elif self._closing.get(keyed.record.key) is keyed:
             del self._closing[keyed.record.key]
 
-    # Finding streams.
+    # Methods that find streams.
 
     async def find(self, resume: ResumeRequest) -> Record | None:
         """Claim a stream, and return its record under the new owner epoch; None: no proxy knows the

@@ -138,7 +138,7 @@ def build(
         fleet.part,
     ):
         reloads.add(part)
-    # Opened last: a tracer has a thread.
+    # A tracer has a thread, so it is opened last.
     tracer, logs_access = open_tracer(config.proxy.id, engine, os.environ), config.logs.access
     observer = RequestObserver(
         metrics.registry, clock, tenants, logs_access=logs_access, tracer=tracer

@@ -296,7 +296,7 @@ class AttemptCalls:
                 self._mark(call, relay)
                 live.journal.parsed.pack()
                 decoded = backend.decode(call, relay)
-                # Freed now: the answer may take minutes.
+                # The answer may take minutes.
                 del call, transfer, continuation, ids_text
                 await decoded
                 relay.check_end()

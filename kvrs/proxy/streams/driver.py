@@ -191,7 +191,7 @@ class Driver:
         await self.context.slots.close()
         await self.context.hand_offs.close()
 
-    # Decisions of the core, which this class performs as its `Shell`.
+    # Methods of `Shell`: actions of the core.
 
     def begin_attempt(self, live: OpenStream, plan: act.Plan, *, gives_end: bool = False) -> None:
         if not gives_end:

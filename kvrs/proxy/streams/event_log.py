@@ -101,8 +101,7 @@ class EventLog:
     async def flush(self) -> None:
         pending, self._pending = self._pending, []
         if pending and self._file is not None and not self._given_up:
-            # Shielded, because cancelling the future would cancel work that the writer has not
-            # begun.
+            # Cancelling the future itself would cancel work that the writer has not begun.
             await asyncio.shield(
                 asyncio.get_running_loop().run_in_executor(self._writer, self._write, pending)
             )

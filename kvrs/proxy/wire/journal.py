@@ -34,7 +34,7 @@ class Journal:
     stream: StreamId
     parsed: ParsedRequest
     arrived_s: float
-    seed: int | None = None  # Seed of every attempt's sampling; None: greedy needs none.
+    seed: int | None = None  # Seed of every attempt's sampling; None: greedy.
     # The stream has a usage event. False for several choices, whose usage is counted together.
     wants_usage: bool = False
     asks_usage: bool = False  # The client gets a usage, of this stream or of several.

@@ -17,7 +17,7 @@ from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 Answer = TypeVar("Answer")
 
-_CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
+_CONTROL_TIMEOUT_S = 2.0  # Time limit of small calls; a completion has none.
 
 
 class Peer:

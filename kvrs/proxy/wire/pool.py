@@ -202,7 +202,7 @@ class Pool:
         until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
         while made is None:
             if time.monotonic() > until_s:
-                # As if the other side were busy: it is not to blame, and the stream may wait on.
+                # The peer counts as busy: it is not to blame, and the stream may wait.
                 raise BusyError("the proxy has no descriptor to connect with", 503, None)
             # Connections of others may end, which is no silence of the other side.
             await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
@@ -313,7 +313,7 @@ class Pool:
             OSError: no host accepts a connection.
         """
         tls = self._access.tls
-        # Read for every connection: certificates may have been replaced.
+        # Every connection reads the context: certificates may have been replaced.
         context = tls.client if self._is_tls and tls is not None else self._is_tls or None
         greeter = asyncio.Protocol if key is None else partial(HandshakeProtocol, key)
         while True:

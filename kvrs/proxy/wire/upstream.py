@@ -25,7 +25,7 @@ from kvrs.proxy.wire.sse import EventSplitter
 from kvrs.proxy.wire.steady_reads import SteadyReads
 
 _MAX_REFUSAL_BYTES = 8 << 20
-_LARGE_BODY_BYTES = 256 << 10  # Sent in pieces, so that other tasks run in between.
+_LARGE_BODY_BYTES = 256 << 10  # Larger bodies are sent in pieces.
 _READ_BYTES = 8 << 10  # Bytes read of a steady stream at a time.
 _FEW_BYTES = 64  # Fewer bytes than a token's event: the end of a stream.
 
@@ -127,7 +127,7 @@ class Upstream(asyncio.Protocol):
         self._is_sent = True
         self._is_paused = False
         self.status = 0  # Status of the response, once its head is complete.
-        self.proof = b""  # This end's proof, sent with the first request.
+        self.proof = b""  # Proof of this process's key, sent with the first request.
 
     # Methods for calls.
 

@@ -84,7 +84,7 @@ class _TimerWheel:
             self._arm()
 
     def awake_since_s(self) -> float:
-        """During the looks: now, or the start of a pause that has just ended."""
+        """The time of a look, or the start of a pause that has just ended."""
         now_s = self._loop.time()
         if self._timer is not None and now_s - self._timer_s > _STOP_S:
             return self._timer_s - _LAG_S

@@ -235,7 +235,7 @@ class CheckpointBook:
             self._end(stream)
         return ended
 
-    # Arriving pages.
+    # Methods for arriving pages.
 
     def begin(
         self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]
@@ -276,7 +276,7 @@ class CheckpointBook:
         self._give_up(incoming)
         return HeldPages(incoming.code, self.held(incoming.stream))
 
-    # Read pages.
+    # Methods for reads of pages.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
         """Pin and return the slots of the longest held prefix of `tags`."""
@@ -300,7 +300,7 @@ class CheckpointBook:
         """
         self._slots.adopt(pages)
 
-    # Reservations and their pages.
+    # Methods for reservations and their pages.
 
     def _is_fenced(self, claim: CheckpointClaim, reservation: _Reservation | None) -> bool:
         # The last claim is valid again for a stream with a reservation, not for a released one.
