@@ -92,7 +92,7 @@ def test_nothing_of_it_is_inherited_or_open_to_others(directory: StoreDirectory)
 )
 def test_a_stray_file_with_such_a_name_is_an_orphan(directory: StoreDirectory, name: str) -> None:
     """No instance has it, and in a directory that is closed to others it is a left-over."""
-    os.close(directory.open(name, os.O_RDWR | os.O_CREAT))
+    os.close(directory.open_own(name, os.O_RDWR | os.O_CREAT))
     agent = AnchoredFiles(directory)
     with memory(directory, 1) as (is_new, _):
         assert is_new

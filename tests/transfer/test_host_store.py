@@ -100,21 +100,6 @@ def read(store: HostStore, some: tuple[Tag, ...]) -> int:
         return len(found.pages)
 
 
-def test_pages_come_out_as_they_went_in(host: StoreHost) -> None:
-    """Checkpoints have full pages only: a tail is not to be had."""
-    store = filled(host, 3)
-
-    with pinned(store, PullRequest(tags(1, 5), handoff=S, tail_index=3)) as found:
-        assert [bytes(view) for view in found.pages] == [page(tag) for tag in tags(1, 3)]
-        assert found.tail is None
-    assert (store.held_bytes, store.reserved_bytes, store.checkpoints) == (
-        3 * PAGE_BYTES,
-        3 * PAGE_BYTES,
-        1,
-    )
-    store.check()
-
-
 def test_a_file_that_took_the_place_of_another_is_not_lent_for_it(host: StoreHost) -> None:
     """Pages of a new kind have files of the same names; the old ones are still pinned."""
     store = filled(host, 2)

@@ -60,16 +60,9 @@ class PrivateDirectory:
             raise PermissionError(reason)
         return fd
 
-    def open(self, name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
-
     def open_own(self, name: str, flags: int) -> int:
-        """Open a file like `open`, and check that it is this user's alone.
-
-        Raises:
-            OSError: missing, or not this user's alone.
-        """
-        fd = self.open(name, flags)
+        """Open a file, which is no link. Raises OSError: missing, or not this user's alone."""
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         if reason := not_ours(os.fstat(fd)):
             os.close(fd)
             raise PermissionError(reason)
