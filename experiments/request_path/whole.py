@@ -21,9 +21,7 @@ from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.observing import RequestObserver
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import open_backends
-from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
@@ -116,19 +114,7 @@ class Proxy:
         self.links = links = _Links()
         backends = open_backends(config, links, b"")
         self.driver = driver = Driver(config, backends, {}, metrics, clock, time.time)
-        control = driver.control
-        mirror = Mirror(
-            config.proxy,
-            driver.run_id,
-            {},
-            clock,
-            texts=driver.tokenizer,
-            kept=control.policy.kept,
-            stop=driver.end_early,
-            count=lambda outcome: None,
-            drains=ProxyDrains(control, clock),
-            sent=SentPrompts(control.policy),
-        )
+        control, mirror = driver.control, Mirror(config.proxy, driver, metrics, {})
         api = ClientApi(
             config.proxy,
             config.cluster.backend,

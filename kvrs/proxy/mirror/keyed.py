@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
 from kvrs.protocol.mirror import BYTES_PER_ID, KvLocation, StreamEvent, pack_ids, unpack_ids
 from kvrs.protocol.openai.chunks import CHUNK
@@ -24,8 +23,8 @@ from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.continuation import Continuation
+from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.open_stream import Failed
-from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -37,9 +36,7 @@ _MAX_AT_ONCE = 256
 
 
 class KeyedStream:
-    """The driver's client of a keyed stream. `stop` ends the stream for a reason that does not come
-    from an engine.
-    """
+    """The driver's client of a keyed stream."""
 
     direct = None
 
@@ -50,13 +47,10 @@ class KeyedStream:
         outbox: Outbox,
         book: RecordBook,
         after: int,
+        driver: Driver,
         *,
         sync: bool,
-        clock: Callable[[], float],
-        texts: LazyTokenizer,
         changed: Callable[["KeyedStream"], None],
-        kept: Callable[[], tuple[ev.Kept, ...]],
-        stop: Callable[[Failed], None],
     ) -> None:
         self.journal = journal
         self.outbox = outbox
@@ -65,12 +59,9 @@ class KeyedStream:
         self._book = book
         self.after = after  # The client's position.
         self.sync = sync  # The client gets only events that the mirror has.
-        self._clock = clock
-        self._texts = texts
+        self._driver = driver
         self._tokenizer: Tokenizer | None = None  # Loaded on first use.
         self._changed = changed
-        self._kept = kept
-        self._stop = stop
         self._name = journal.stream.encode()
         self._recorded_ids = len(journal.output_ids)
         self._cursor = 0
@@ -155,7 +146,8 @@ class KeyedStream:
     def note_state(self) -> None:
         """Update the record's state before the record is sent."""
         journal, before = self.journal, self.record.state
-        locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in self._kept())
+        kept = self._driver.control.policy.kept(journal.stream)
+        locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in kept)
         self.record.state = msgspec.structs.replace(
             before,
             finish_reason=journal.finish_reason,
@@ -225,7 +217,7 @@ class KeyedStream:
         if self.failure is None:
             self.failure = failure
             self._progress.set()
-            self._stop(failure)
+            self._driver.end_early(self.journal.stream, failure)
 
     def close(self) -> None:
         self._is_closed = True
@@ -242,7 +234,7 @@ class KeyedStream:
                 self._send_ready()
             except ClientGoneError as error:
                 self._gone = str(error)
-                self._stop(CLIENT_GONE)
+                self._driver.end_early(self.journal.stream, CLIENT_GONE)
             except Exception:
                 # `finish` must not wait for a client that gets nothing any more.
                 log.exception("internal error while writing to a client")
@@ -292,13 +284,15 @@ class KeyedStream:
         """
         events, batch = self.record.events, []
         before = events[self._cursor - 1].seq if self._cursor else -1
+        until = self.outbox.sendable(self._driver.clock(), sync=self.sync)
         if self._is_past_client or before > self.after:
             self._is_past_client = True
-            until = self.outbox.sendable(self._clock(), sync=self.sync)
             batch = events[self._cursor : min(until, self._cursor + _MAX_AT_ONCE)]
             self._cursor += len(batch)
             return batch
-        for event in events[self._cursor : self.outbox.sendable(self._clock(), sync=self.sync)]:
+        for event in events[
+            self._cursor : self.outbox.sendable(self._driver.clock(), sync=self.sync)
+        ]:
             delivery = delivery_of(before, event, self.after)
             if delivery is Delivery.CUT and self._tokenizer is None:
                 return None
@@ -318,10 +312,10 @@ class KeyedStream:
 
     async def _load_tokenizer(self) -> None:
         """Load the model's tokenizer, by which events of kvrs engines can be cut."""
-        if self.journal.text_sent is not None or not self._texts.available:
+        if self.journal.text_sent is not None or not self._driver.tokenizer.available:
             return
         try:
-            self._tokenizer = await self._texts.load()
+            self._tokenizer = await self._driver.tokenizer.load()
         except ConfigError as error:
             log.warning(
                 "event cannot be cut", extra={"stream": self.journal.stream, "cause": str(error)}

@@ -10,7 +10,7 @@ to a live peer.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from math import inf
 from typing import Generic, TypeVar
@@ -18,10 +18,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
-from kvrs.core.model import events as ev
 from kvrs.core.model.prefixes import SHARE_S
 from kvrs.errors import RequestError, UpstreamError
-from kvrs.ids import StreamId
 from kvrs.protocol.mirror import (
     AckStatus,
     Claim,
@@ -44,8 +42,8 @@ from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, recor
 from kvrs.proxy.mirror.roles import RecordRole
 from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.streams.clients import Client
-from kvrs.proxy.streams.open_stream import Failed
-from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -125,40 +123,29 @@ class Pending(Generic[S]):
 
 
 class Mirror:
-    """`name` identifies this run of this proxy; `stop` ends a stream of the driver's."""
+    """The records of a proxy's streams, which it exchanges with its peers. `name` identifies this
+    run of this proxy.
+    """
 
     def __init__(
-        self,
-        settings: ProxySettings,
-        name: str,
-        peers: dict[str, ProxyPeer],
-        clock: Callable[[], float],
-        *,
-        texts: LazyTokenizer,
-        kept: Callable[[StreamId], tuple[ev.Kept, ...]],
-        stop: Callable[[StreamId, Failed], None],
-        count: Callable[[str], None],
-        drains: ProxyDrains,
-        sent: SentPrompts,
+        self, settings: ProxySettings, driver: Driver, metrics: Metrics, peers: dict[str, ProxyPeer]
     ) -> None:
-        self.name = name
+        self._driver = driver
+        self._resumes = metrics.resumes
+        self.name = driver.run_id
+        self.clock = driver.clock
         self._id = settings.id
-        self.book = RecordBook(max_bytes=settings.mirror_bytes)
-        me = Hello(settings.id, name)
-        self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, drains)
         self._sync = settings.mirror is MirrorMode.SYNC
-        self.clock = clock
-        self._texts = texts
-        self._kept = kept
-        self._stop = stop
-        self._count = count
+        self.book = RecordBook(max_bytes=settings.mirror_bytes)
+        me, drains = Hello(settings.id, self.name), ProxyDrains(driver.control, driver.clock)
+        self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, drains)
         self.streams: dict[str, KeyedStream] = {}  # Streams that run here, by key of the record.
         # Ended streams whose mirror does not have everything yet.
         self._closing: dict[str, KeyedStream] = {}
         # Streams with news, by peer.
         self._pending = defaultdict[str, Pending[KeyedStream]](Pending)
         self._copies = CopyQueue(self.book)
-        self.sent = sent
+        self.sent = SentPrompts(driver.control.policy)
 
     # Methods for streams that run here.
 
@@ -189,19 +176,15 @@ class Mirror:
                 "too many streams are kept to be resumed; without a key there may be room",
                 status=503,
             )
-        stream = journal.stream
         keyed = KeyedStream(
             journal,
             inner,
             Outbox(record),
             self.book,
             resume.after,
+            self._driver,
             sync=self._sync or sync,
-            clock=self.clock,
-            texts=self._texts,
             changed=self._changed,
-            kept=lambda: self._kept(stream),
-            stop=lambda failure: self._stop(stream, failure),
         )
         self.streams[record.key] = keyed
         self._assign(keyed)
@@ -272,7 +255,7 @@ class Mirror:
 
     def supersede(self, key: str) -> None:
         if (keyed := self.streams.pop(key, None)) is not None:
-            self._count("superseded")
+            self._resumes.labels("superseded").inc()
             keyed.fail(failures.SUPERSEDED)
         self._closing.pop(key, None)
 
@@ -445,7 +428,7 @@ class Mirror:
             if answer is None:
                 continue
             if answer.granted is not None:
-                self._count("granted")
+                self._resumes.labels("granted").inc()
                 role, peer = (
                     (RecordRole.UNMIRRORED, None) if is_own else (RecordRole.MIRRORED, holder)
                 )
@@ -454,9 +437,9 @@ class Mirror:
                     keyed.note_state()  # The state must include the events beyond the mirror.
                 return merged(granted, self.book.records.get(key))
             if version.grants and (error := failures.refused(answer.refusal)) is not None:
-                self._count(str(answer.refusal))
+                self._resumes.labels(str(answer.refusal)).inc()
                 raise error
-        self._count("unreachable")
+        self._resumes.labels("unreachable").inc()
         raise failures.unreachable("the proxy that grants the stream cannot be reached")
 
     async def _best_version(self, resume: ResumeRequest) -> tuple[str, str, RecordVersion] | None:

@@ -22,11 +22,9 @@ from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.model_files import ModelFiles
-from kvrs.proxy.fleet.orders import ProxyDrains
 from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.mirror.sent_prompts import SentPrompts
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EVENT_LOG_BYTES, EventLog
@@ -112,18 +110,8 @@ def build(
     event_log = new_event_log(config, reloads)
     driver = Driver(config, backends, agents, metrics, clock, time.time, event_log, files)
     control = driver.control
-    mirror = Mirror(
-        config.proxy,
-        driver.run_id,
-        links.new_peers(config.proxy.every_peer()),
-        clock,
-        texts=driver.tokenizer,
-        kept=control.policy.kept,
-        stop=driver.end_early,
-        count=lambda outcome: metrics.resumes.labels(outcome).inc(),
-        drains=ProxyDrains(control, clock),
-        sent=SentPrompts(control.policy),
-    )
+    peers = links.new_peers(config.proxy.every_peer())
+    mirror = Mirror(config.proxy, driver, metrics, peers)
     tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large
     engine = config.cluster.backend
     api = ClientApi(settings, engine, driver, mirror, metrics, clock, tenants, large)

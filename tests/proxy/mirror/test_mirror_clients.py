@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import (
@@ -16,16 +17,16 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
-from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed
 from kvrs.proxy.streams.responses import WholeClient
-from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs_testkit.examples import examples
@@ -90,18 +91,17 @@ def keyed_stream(
     record.events = [
         StreamEvent(seq, pack_ids([seq]), b'{"choices":[]}') for seq in range(1, events + 1)
     ]
+    driver = Driver(Config(), {}, {}, Metrics(), clock, clock)
+    driver.end_early = lambda stream, failure: stopped.append(failure)  # type: ignore[method-assign]
     return KeyedStream(
         journal,
         client,
         Outbox(record),
         RecordBook(),
         after,
+        driver,
         sync=sync,
-        clock=clock,
-        texts=LazyTokenizer(ModelFiles(None)),
         changed=lambda _: None,
-        kept=lambda: (),
-        stop=stopped.append,
     )
 
 
@@ -238,18 +238,8 @@ async def test_an_internal_error_while_writing_ends_the_stream() -> None:
 async def test_an_ended_stream_is_not_kept_for_a_full_mirror() -> None:
     """It has an unsent update, but no mirror any more."""
     keyed = keyed_stream(Client(), 3, [])
-    mirror = Mirror(
-        ProxySettings(),
-        "a-1",
-        {},
-        lambda: 0.0,
-        texts=LazyTokenizer(ModelFiles(None)),
-        kept=lambda _: (),
-        stop=lambda *_: None,
-        count=lambda _: None,
-        drains=None,  # type: ignore[arg-type]  # No peer is greeted.
-        sent=None,  # type: ignore[arg-type]  # Nor told anything.
-    )
+    driver = Driver(Config(), {}, {}, Metrics(), lambda: 0.0, lambda: 0.0)
+    mirror = Mirror(ProxySettings(), driver, Metrics(), {})
     keyed.outbox.assign("m")
     keyed.close()
     mirror._closing["k"] = keyed
