@@ -1,6 +1,8 @@
 """Parts of tensors are read by range, and a file whose header cannot be true is refused."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from kvrs.errors import ConfigError
 from kvrs_engine.elastic.shares import Share
@@ -17,7 +20,7 @@ from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.loading import load_decoder
 from kvrs_engine.engine.models.unit_blocks import UnitBlocks, assemble
-from kvrs_engine.engine.models.weights import RangeReader, Weights
+from kvrs_engine.engine.models.weights import Weights
 from kvrs_testkit.examples import examples
 
 pytestmark = pytest.mark.engine
@@ -41,8 +44,7 @@ def test_ranges_are_those_of_the_whole_tensor_and_no_byte_more_is_read(
     stored: Path, data: st.DataObject
 ) -> None:
     """Rows and columns, widened as the whole one is."""
-    weights = Weights(stored)
-    reader, whole = RangeReader(weights), weights.take("matrix", (ROWS, WIDTH))
+    reader, whole = Weights(stored), Weights(stored).take("matrix", (ROWS, WIDTH))
     first, last = sorted(
         data.draw(st.lists(st.integers(0, ROWS), min_size=2, max_size=2, unique=True))
     )
@@ -88,9 +90,9 @@ def test_units_read_by_range_are_those_of_a_decoder_that_read_all(model: Path) -
     """Blocks of every unit, put together, compute with the same numbers; the bytes that are read
     are those of the units.
     """
-    config, weights = ModelConfig.from_directory(model), Weights(model)
-    whole = load_decoder(config, weights, 64, torch.device("cpu"))
-    blocks, reader, units = UnitBlocks(config, weights), RangeReader(weights), config.units_of_ranks
+    config, reader = ModelConfig.from_directory(model), Weights(model)
+    whole = load_decoder(config, Weights(model), 64, torch.device("cpu"))
+    blocks, units = UnitBlocks(config, reader), config.units_of_ranks
     wanted = [unit for unit in units.all() if units.bytes_of(unit)]
     places, size = blocks.places(wanted)
     memory = torch.zeros(size, dtype=torch.uint8)
@@ -117,6 +119,28 @@ def test_units_read_by_range_are_those_of_a_decoder_that_read_all(model: Path) -
     assert same_bytes(ours.head.matrix, whole.head.matrix)
 
 
+def test_of_tensors_that_are_cut_into_units_nothing_stays(model: Path) -> None:
+    """Without a collection of cycles, which processes put off while they load."""
+    taken: dict[str, weakref.ref[Tensor]] = {}
+
+    class Noted(Weights):
+        def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+            tensor = super().take(name, shape)
+            taken[name] = weakref.ref(tensor)
+            return tensor
+
+    config = ModelConfig.from_directory(model)
+    gc.disable()
+    try:
+        decoder = load_decoder(config, Noted(model), 64, torch.device("cpu"))
+        left = {name for name, tensor in taken.items() if tensor() is not None}
+    finally:
+        gc.enable()
+
+    assert decoder.head is not None
+    assert not {name for name in left if "proj" in name or "lm_head" in name}
+
+
 def _shift(header: dict[str, Any], start: int, stop: int) -> None:
     header["matrix"]["data_offsets"] = [start, stop]
 
@@ -136,7 +160,7 @@ def test_a_header_that_cannot_be_true_is_refused(tmp_path: Path, name: str) -> N
     """The file is named, also where it has become another one since its tensors were listed."""
     path = tmp_path / "model.safetensors"
     save_file({"before": torch.ones(3), "matrix": torch.ones(ROWS, WIDTH)}, path)
-    reader = RangeReader(Weights(tmp_path))
+    reader = Weights(tmp_path)
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])

@@ -1,7 +1,8 @@
 """The loader turns a checkpoint's tensors into the parts of a decoder."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 
 import torch
@@ -104,7 +105,6 @@ class _DecoderLoader:
         self._weights = weights
         self._device = device
         self._names = names_of(config, weights)
-        self._kept = lru_cache(_KEPT)(self._tensor)
 
     def decoder(self, positions: int) -> Decoder:
         config, share, trunk = self._config, self._share, self._names.trunk
@@ -127,7 +127,9 @@ class _DecoderLoader:
             head=head,
             forms=Forms(),
         )
-        return assemble(common, share, config, self._block, apart_bytes=inf)
+        # No attribute: a cycle of references would keep the tensors.
+        block_of = partial(self._block, lru_cache(_KEPT)(self._tensor))
+        return assemble(common, share, config, block_of, apart_bytes=inf)
 
     def _layer(self, index: int) -> Layer:
         """Load a layer without its units."""
@@ -157,21 +159,21 @@ class _DecoderLoader:
         added = self._tensor(f"{name}.bias", self._config.hidden) if bias else None
         return RowUnits.of([], added, places=(), count=1)
 
-    def _block(self, unit: Unit) -> UnitBlock:
+    def _block(self, take: Callable[..., Tensor], unit: Unit) -> UnitBlock:
         """Load a unit; most tensors have parts of several units."""
         own, rows = stored_of(self._config, self._names, unit), None
         columns = [
-            self._kept(f"{name}.weight", size, own.width)[part.start : part.stop]
+            take(f"{name}.weight", size, own.width)[part.start : part.stop]
             for name, size, part in own.first
         ]
         biases = [
-            self._kept(f"{name}.bias", size)[part.start : part.stop]
+            take(f"{name}.bias", size)[part.start : part.stop]
             for name, size, part in own.first
             if own.has_bias
         ]
         if own.second is not None:
             name, size, part = own.second
-            matrix = self._kept(f"{name}.weight", self._config.hidden, size)
+            matrix = take(f"{name}.weight", self._config.hidden, size)
             rows = matrix[:, part.start : part.stop]
         return UnitBlock(
             below_each_other(columns), below_each_other(biases) if biases else None, rows

@@ -19,7 +19,7 @@ from kvrs_engine.engine.models.decoder import Decoder, Layer
 from kvrs_engine.engine.models.digests import unit_leaf
 from kvrs_engine.engine.models.forms import TOGETHER_BYTES
 from kvrs_engine.engine.models.stored import names_of, stored_of
-from kvrs_engine.engine.models.weights import RangeReader, Weights
+from kvrs_engine.engine.models.weights import Weights
 
 _FLOAT_BYTES = 4
 _ALIGNED_BYTES = 64
@@ -76,7 +76,7 @@ class UnitBlocks:
             rows = floats[at:].view(self._config.hidden, len(stored.second[2]))
         return UnitBlock(columns, bias, rows)
 
-    def read(self, unit: Unit, reader: RangeReader, into: UnitBlock) -> None:
+    def read(self, unit: Unit, weights: Weights, into: UnitBlock) -> None:
         """Read a unit from the checkpoint.
 
         Raises:
@@ -85,13 +85,13 @@ class UnitBlocks:
         stored, at = stored_of(self._config, self._names, unit), 0
         for name, size, own in stored.first:
             end = at + len(own)
-            reader.rows(f"{name}.weight", (size, stored.width), own, into.columns[at:end])
+            weights.rows(f"{name}.weight", (size, stored.width), own, into.columns[at:end])
             if into.bias is not None:
-                reader.rows(f"{name}.bias", (size,), own, into.bias[at:end])
+                weights.rows(f"{name}.bias", (size,), own, into.bias[at:end])
             at = end
         if stored.second is not None and into.rows is not None:
             name, size, own = stored.second
-            reader.columns(f"{name}.weight", (self._config.hidden, size), own, into.rows)
+            weights.columns(f"{name}.weight", (self._config.hidden, size), own, into.rows)
 
     def _floats(self, unit: Unit) -> int:
         stored = stored_of(self._config, self._names, unit)

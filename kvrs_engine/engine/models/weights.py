@@ -12,7 +12,7 @@ from torch import Tensor
 from kvrs.errors import ConfigError
 from kvrs_engine.engine.models.reading import WeightReading
 
-_WIDENED = (torch.float32, torch.float16, torch.bfloat16, "F32", "F16", "BF16")
+_WIDENED = ("F32", "F16", "BF16")
 
 
 class Weights:
@@ -26,80 +26,58 @@ class Weights:
         """
         self._directory, self._reading = directory, reading
         self._files = _files_by_tensor(directory)
+        self._open: dict[Path, Any] = {}  # Open safetensors files.
         self.read_bytes = 0  # Bytes of tensors read since the start.
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def file_of(self, name: str) -> Path:
-        """Return the file of a tensor; raises ConfigError if the tensor is missing."""
-        if name not in self._files:
-            raise ConfigError(f"{self._directory}: tensor {name}: missing")
-        return self._files[name]
-
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of one tensor in its own aligned memory.
 
         Raises:
-            ConfigError: the tensor is missing, or has another shape or type.
+            ConfigError: the tensor is missing, has another shape or type, or its file is broken.
         """
-        path = self.file_of(name)
-        if self._reading is not None:
-            self._reading.begin()
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path}: tensor {name}: {error}") from None
-        _check_tensor(path, name, tensor.shape, shape, tensor.dtype)
-        copied = tensor.to(torch.float32, copy=True)
-        self.read_bytes += tensor.nbytes
-        if self._reading is not None:
-            self._reading.took(tensor.nbytes)
+        copied = self._read(name, shape, None).to(torch.float32, copy=True)
+        self.close()  # An open file stays mapped where it was read.
         return copied
+
+    def rows(self, name: str, shape: tuple[int, ...], own: range, into: Tensor) -> None:
+        """Read rows `own` of a tensor; errors as in `take`."""
+        part = self._read(name, shape, (slice(own.start, own.stop),))
+        into.view(part.shape).copy_(part)
+
+    def columns(self, name: str, shape: tuple[int, int], own: range, into: Tensor) -> None:
+        """Read columns `own` of a tensor; errors as in `take`."""
+        part = self._read(name, shape, (slice(None), slice(own.start, own.stop)))
+        into.view(part.shape).copy_(part)
+
+    def close(self) -> None:
+        """Close the files; later reads open them again."""
+        self._open.clear()
 
     @property
     def files(self) -> list[Path]:
         return sorted(set(self._files.values()))
 
-
-class RangeReader:
-    """Reads rows and columns of a model's tensors, widened to float32."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self._files: dict[Path, Any] = {}  # Open safetensors files.
-        self.read_bytes = 0  # Bytes of tensors read since the start.
-
-    def rows(self, name: str, shape: tuple[int, ...], own: range, into: Tensor) -> None:
-        """Read rows `own` of a tensor.
-
-        Raises:
-            ConfigError: the tensor is missing, has another shape or type, or its file is broken.
-        """
-        self._read(name, shape, (slice(own.start, own.stop),), into)
-
-    def columns(self, name: str, shape: tuple[int, int], own: range, into: Tensor) -> None:
-        """Read columns `own` of a tensor; errors as in `rows`."""
-        self._read(name, shape, (slice(None), slice(own.start, own.stop)), into)
-
-    def close(self) -> None:
-        self._files.clear()
-
-    def _read(
-        self, name: str, shape: tuple[int, ...], place: tuple[slice, ...], into: Tensor
-    ) -> None:
-        path = self._weights.file_of(name)
+    def _read(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...] | None) -> Tensor:
+        """Return a part of a tensor, as it is stored; `place` None: the whole tensor."""
+        if (path := self._files.get(name)) is None:
+            raise ConfigError(f"{self._directory}: tensor {name}: missing")
+        if self._reading is not None:
+            self._reading.begin()
         try:
-            if path not in self._files:
-                self._files[path] = safe_open(path, framework="pt")
-            stored = self._files[path].get_slice(name)
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            stored = self._open[path].get_slice(name)
             _check_tensor(path, name, stored.get_shape(), shape, stored.get_dtype())
-            part: Tensor = stored[place]
+            part: Tensor = self._open[path].get_tensor(name) if place is None else stored[place]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}") from None
         self.read_bytes += part.nbytes
-        into.view(part.shape).copy_(part)
+        if self._reading is not None:
+            self._reading.took(part.nbytes)
+        return part
 
 
 def _check_tensor(

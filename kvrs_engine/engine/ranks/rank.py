@@ -40,7 +40,7 @@ from kvrs_engine.engine.models.decoder import Decoder
 from kvrs_engine.engine.models.digests import leaves, unit_name
 from kvrs_engine.engine.models.loading import proven, read_decoder
 from kvrs_engine.engine.models.unit_blocks import UnitBlock, UnitBlocks, assemble
-from kvrs_engine.engine.models.weights import RangeReader, Weights
+from kvrs_engine.engine.models.weights import Weights
 from kvrs_engine.engine.nursery import tend
 from kvrs_engine.engine.ranks.cells import CellPool, of_layers
 from kvrs_engine.engine.ranks.exchange import (
@@ -323,21 +323,18 @@ class _Loaded:
         """Fetch units, yielding an answer for each; raises ConfigError if files have changed or
         cannot be read.
         """
-        reader = RangeReader(self._weights)
         try:
             for move in order.moves:
                 if self.fetching != order.epoch:
                     return
-                yield self._fetch(order, move, memories, reader)
+                yield self._fetch(order, move, memories)
         finally:
-            reader.close()
+            self._weights.close()
 
-    def _fetch(
-        self, order: FetchUnits, move: UnitMove, memories: Sequence[Tensor], reader: RangeReader
-    ) -> Fetched:
-        unit = move.unit
+    def _fetch(self, order: FetchUnits, move: UnitMove, memories: Sequence[Tensor]) -> Fetched:
+        unit, weights = move.unit, self._weights
         block = self._unit_blocks.block(unit, memories[move.memory], move.offset)
-        known, before, was_damaged = order.hashes.get(unit_name(unit)), reader.read_bytes, False
+        known, before, was_damaged = order.hashes.get(unit_name(unit)), weights.read_bytes, False
         found = None
         if move.source:
             if move.source != move.memory:
@@ -346,14 +343,14 @@ class _Loaded:
             found = block.hash()
             was_damaged = found != known
         if found is None or was_damaged:
-            self._unit_blocks.read(unit, reader, block)
+            self._unit_blocks.read(unit, weights, block)
             found = block.hash()
         if known is not None and found != known:
             raise ConfigError(
                 f"{unit_name(unit)}: the model's files have other weights than at the start"
             )
         self._blocks[unit] = block
-        return Fetched(order.epoch, unit, found, reader.read_bytes - before, was_damaged)
+        return Fetched(order.epoch, unit, found, weights.read_bytes - before, was_damaged)
 
     def attach(self, order: Attach, memory: Tensor) -> None:
         for place in order.units:
