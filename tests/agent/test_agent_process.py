@@ -143,20 +143,6 @@ async def test_a_kill_while_pages_are_copied_leaves_right_pages(
     assert [path.suffix for path in tmp_path.iterdir()] == [".yaml"]
 
 
-async def test_a_page_that_was_damaged_in_memory_is_not_restored(tmp_path: Path) -> None:
-    """The checksum of the writing engine does not match."""
-    agent = AgentProcess(tmp_path, document(tmp_path))
-    with processes(agent):
-        async with Engine(agent.config) as engine:
-            await engine.offer("s", 4)
-            await engine.store("s", 0, tags(1, 4))
-            flip_a_byte(tmp_path, page(tags(1, 4)[2]))
-
-            damaged = await engine.fetch(tags(1, 4))
-
-    assert (damaged.full_pages, damaged.error) == (2, "checksum of page 2 is wrong")
-
-
 async def test_two_clusters_on_a_host_are_separate(tmp_path: Path) -> None:
     """Same directory, node and names: only their secrets differ."""
     theirs = b"the secret of another cluster"

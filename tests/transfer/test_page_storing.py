@@ -85,18 +85,6 @@ async def test_an_offer_that_is_refused_says_why(code: StoreCode) -> None:
         assert await h.offer(B) == HeldPages(StoreCode.OK, 0)
 
 
-async def test_an_offer_carries_everything_that_the_agent_must_know() -> None:
-    """The writer, the room, and the pages held."""
-    async with agent_store() as h:
-        await h.pusher.store(h.peer, [range_of(A, 0, 2)])
-        one = replace(claim(A, attempt=2**63), owner_epoch=2**64 - 1)
-
-        held = await h.pusher.offer(h.peer, one, 2**64 - 1, tags(A, 0, 4))
-
-        assert held == HeldPages(StoreCode.OK, 2)
-        assert h.sink.reserved == {one: 2**64 - 1}
-
-
 async def test_without_the_secret_nothing_is_offered_and_nothing_adopted() -> None:
     """A stranger cannot make an agent drop what it holds."""
     async with agent_store(secret=b"another secret, as long") as h:

@@ -234,33 +234,6 @@ async def world(
         assert pages.in_use == 0
 
 
-async def test_a_run_and_its_tail_arrive_whole() -> None:
-    """Every page lands in its own buffer, the partial last page in the tail's."""
-    pages = holding(5)
-    pages.tails[STREAM, 5] = bytearray(content(99))
-    into, tail = buffers(5), memoryview(bytearray(PAGE_BYTES))
-    async with world(pages) as w:
-        result = await w.puller.pull(w.peer, PullRequest(tags(5), STREAM, tail_index=5), into, tail)
-
-    assert [bytes(page) for page in into] == [content(index) for index in range(5)]
-    assert bytes(tail) == content(99)
-    assert replace(result, seconds=0.0) == PullResult(
-        5, True, 6 * PAGE_BYTES, 0.0, gone=False, error=None
-    )
-
-
-@pytest.mark.parametrize("held", [0, 1, 3])
-async def test_pages_that_are_gone_end_the_run_without_an_error(held: int) -> None:
-    """The receiver keeps the leading run and computes from there on; the connection stays good."""
-    async with world(holding(held)) as w:
-        first = await w.pull(5)
-        second = await w.pull(5)
-
-        for result in (first, second):
-            assert (result.full_pages, result.gone, result.error) == (held, True, None)
-        assert w.relay.connections == 1
-
-
 async def test_pages_that_came_are_counted_by_kind() -> None:
     """Bytes for recoveries are told from hand-offs; pages that were missing count nowhere."""
     async with world(holding(3)) as w:
