@@ -3,6 +3,7 @@
 import ast
 import gc
 import re
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -412,6 +413,47 @@ def test_docstrings_of_modules_begin_with_their_subject() -> None:
         for module, tree in modules().items()
         if root_of(module) in (*PRODUCT, "kvrs_testkit")
         if (text := ast.get_docstring(tree)) and NO_SUBJECT.match(text)
+    ]
+
+    assert not wrong, "\n".join(wrong)
+
+
+SERVING = ("kvrs", "kvrs_engine")  # Packages that run in production.
+# A word at the start of a docstring or a comment that stands for a thing which it does not name.
+UNNAMED = re.compile(
+    r"\W*(Of|As|Beside|Behind|That|Those|Such|So|It|Its|They|How|Who|Whose|Which|Where|When|Why|What"
+    r"|Whether)\b"
+)
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and first words of each comment; a comment above code may go on for several lines."""
+    last = 0
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                line, column = token.start
+                if last < line - 1 or token.line[:column].strip():
+                    yield line, token.string
+                last = line
+
+
+def test_docstrings_and_comments_name_their_thing() -> None:
+    """A reader who sees no other line of the file knows what each of them is about."""
+    wrong = [
+        f"{module}: {text[:50]!r}"
+        for module in modules()
+        if root_of(module) in SERVING
+        for node in nodes_of(module)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if UNNAMED.match(text := ast.get_docstring(node) or "")
+    ]
+    wrong += [
+        f"{path.relative_to(ROOT)}:{line} {text[:50]!r}"
+        for package in SERVING
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, text in comments(path)
+        if UNNAMED.match(text)
     ]
 
     assert not wrong, "\n".join(wrong)

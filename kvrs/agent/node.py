@@ -102,7 +102,7 @@ class NodeAgent:
         self._secret = secret
         can_fence = not config.cluster.backend.is_stock
         self.fences = FenceSender(can_fence=can_fence)
-        self._keys: dict[Address, ScopedKey] = {}  # Of the node's instances.
+        self._keys: dict[Address, ScopedKey] = {}  # Keys of the node's instances.
         self._know_instances(config)
         self._orphan_s = _ORPHAN_S
         # None: instances own their memory.

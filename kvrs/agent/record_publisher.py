@@ -52,7 +52,7 @@ class RecordChanges(NamedTuple):
 @dataclass(slots=True)
 class _Instance:
     role: Role
-    load: LoadReport | None = None  # None: it was never reached.
+    load: LoadReport | None = None  # Last load; None: the instance was never reached.
     last_report_s: float = 0.0
     lost: tuple[str, float] | None = None  # Cause, and when.
 

@@ -80,8 +80,7 @@ class State:
     idle: dict[StreamId, Stream] = field(default_factory=dict)  # The streams without an attempt.
     prefill_scale: PrefillScale = field(default_factory=PrefillScale)
 
-    # `kv_locations.py`.
-    # The pages of instances that are about to come up.
+    # `kv_locations.py`. Pages kept by instances that are about to come up.
     kept: dict[InstanceId, ev.PagesKept] = field(default_factory=dict)
     # The agents with second copies of rows, by the namespace of the rows.
     copying: defaultdict[str, dict[InstanceId, Agent]] = field(

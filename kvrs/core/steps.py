@@ -58,7 +58,7 @@ def _admit(state: State, _: None, event: ev.StreamArrived, now_s: float) -> None
 
 
 def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None:
-    """Recover it as a victim of the loss of its proxy."""
+    """Recover the stream as a victim of the loss of its proxy."""
     common = state.settings.deadlines
     deadlines = deadlines_of(event.deadlines, state.settings.slo)
     stream = state.streams[event.stream] = state.stream_of(event.stream)

@@ -96,7 +96,7 @@ class Transport:
         self._udp.close()
 
     def send(self, to: NodeId, payload: bytes) -> None:
-        """Send without waiting."""
+        """Send a packet without waiting."""
         if (address := self._address_of(to)) is None:
             self.dropped[Drop.NO_ADDRESS] += 1
             return

@@ -49,8 +49,8 @@ class PortConnection(asyncio.Protocol, ABC):
 
     @abstractmethod
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
-        """Count it before its hand-shake, until `connection_lost`; False: it is refused. `abort`
-        ends it as long as it has no transport.
+        """Count a connection before its hand-shake, until `connection_lost`; False: refused.
+        `abort` ends the connection while it has no transport.
         """
 
     @abstractmethod

@@ -35,7 +35,7 @@ class MappedPages(msgspec.Struct, frozen=True):
 
 
 def decode_mapped(payload: bytes, pages: int) -> MappedPages:
-    """The answer with so many pages. Raises TransferError: it has another length."""
+    """Decode an answer for `pages` pages. Raises TransferError: another length."""
     if len(payload) != _HEAD.size + pages * _PLACE.size:
         raise TransferError(f"MAPPED of {len(payload)} bytes for {pages} pages")
     (file_bytes,) = _HEAD.unpack_from(payload)

@@ -167,7 +167,7 @@ class PagePuller:
             )
         except TransferError as error:
             if len(pulling.views) == pulling.verified:
-                return True  # The peer has ended since.
+                return True  # The peer has ended after its last page.
             pulling.mapped = pulling.verified
             if str(error) != self._unmapped:
                 self._unmapped = str(error)

@@ -228,7 +228,7 @@ def _with_arguments(call: object, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-# As in transformers, which defines these templates: no escaping for HTML.
+# HTML is not escaped, as in transformers, which defines these templates.
 def _to_json(
     value: object,
     ensure_ascii: bool = False,

@@ -75,7 +75,7 @@ class EngineCore(RunCore):
         # Number of pages with KV of each stream when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
         self.held_pages: dict[StreamId, int] = {}  # Number of these pages that an agent has.
-        self.replicated_pages: dict[StreamId, int] = {}  # Those that come with a loan.
+        self.replicated_pages: dict[StreamId, int] = {}  # Number of pages that come with a loan.
         # Lost cells by the base of a page, until all runs have restarted.
         self._lost_cells: dict[int, frozenset[Cell]] = {}
         self.worker = worker
@@ -357,7 +357,8 @@ class EngineCore(RunCore):
             for output in before:
                 run.outputs.put_nowait(output)
             if run.failure is not None:
-                # Such a token spoils all rows of its chunk, also earlier ones.
+                # A token whose logits are not numbers spoils all rows of its chunk, also earlier
+                # ones.
                 if run.failure_code == NOT_A_NUMBER:
                     self.pages.disown(run.sequence.pages)
                 self._end(run, None)

@@ -171,7 +171,7 @@ class AdoptedChild:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.has_ended = False
-        self.status: int | None = None  # As `exit_status`; None: running, or not known.
+        self.status: int | None = None  # Result of `exit_status`; None: running, or not known.
         self._handle = os.pidfd_open(pid)
         self._one = threading.Lock()
 
@@ -246,7 +246,7 @@ def tend(parent: int, line: socket.socket, child: Child) -> None:
                 die_with_parent(parent)
                 line.send(str(os.getpid()).encode())
                 line.close()
-                _library.prctl(_SET_NAME, name, 0, 0, 0)  # As `ps` and `top` show it.
+                _library.prctl(_SET_NAME, name, 0, 0, 0)  # `ps` and `top` show this name.
                 for output in fds[1:]:
                     for own_output in (sys.stdout, sys.stderr):
                         os.dup2(output, own_output.fileno())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrs_engine.engine.layers.tiles import fold_sum
 
-_GREEDY_BELOW = 1e-5  # As in vLLM: division by a lower temperature may overflow.
+_GREEDY_BELOW = 1e-5  # Division by a lower temperature may overflow; vLLM has the same bound.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ class SequencePhase(StrEnum):
     WAITING = "waiting"  # The sequence owns no pages.
     # The sequence owns pages for its whole history, and waits for a pull into them.
     PULLING = "pulling"
-    SPLIT = "split"  # As PULLING, and the sequence computes the tokens before the pulled pages.
+    SPLIT = "split"  # The sequence is PULLING, and computes the tokens before the pulled pages.
     RUNNING = "running"  # The sequence owns pages and computes; no pull runs.
     FINISHED = "finished"  # Ended or aborted; pages are released when they are no longer written.
 

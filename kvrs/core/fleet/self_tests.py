@@ -44,7 +44,7 @@ _MAX_LOSSES = 2  # Deaths of an instance in its tests after which it is not test
 class Tries:
     """Failed tests of one process: those of its rows and its store, or all others."""
 
-    failures: int = 0  # Consecutive ones.
+    failures: int = 0  # Consecutive failures.
     put_offs: int = 0  # Consecutive tests that showed nothing.
     # Consecutive deaths of the instance in its tests, former processes included.
     losses: int = 0
@@ -77,7 +77,7 @@ class TestedProcess:
     # Instances with which no KV moved in a test.
     partners: set[InstanceId] = field(default_factory=set)
     former: Seen = field(default_factory=Seen)  # Results of the process before.
-    test: SelfTest | None = None  # The one that runs.
+    test: SelfTest | None = None  # The running test.
     tries: Tries = field(default_factory=Tries)
     of_rows: Tries = field(default_factory=Tries)
 
@@ -87,7 +87,7 @@ class TestedProcess:
 
     @property
     def lacks_tokens(self) -> bool:
-        """The test of its tokens has shown nothing yet."""
+        """The test of the process's tokens has shown nothing yet."""
         return self.generated is None and self.decodes
 
     @property

@@ -111,7 +111,7 @@ class Copy:
     """The checkpoint of a stream at one agent."""
 
     pages: int = 0  # Number of leading full pages.
-    lost: str | None = None  # The reason why the agent has none.
+    lost: str | None = None  # Reason why the agent has no pages.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -120,7 +120,8 @@ class LiveStream(Stream):
 
     journal: StreamJournal
     plan: act.Plan | None = None  # Plan of the attempt that the driver runs.
-    prefilled_at: dict[InstanceId, None] = field(default_factory=dict)  # May retain its pages.
+    # Prefill instances that may retain pages.
+    prefilled_at: dict[InstanceId, None] = field(default_factory=dict)
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # Checkpoints by agent.
     guessed_tokens: int = 0  # Prompt tokens guessed by size, until the text is tokenised.
 

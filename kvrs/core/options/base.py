@@ -76,7 +76,7 @@ class RecoveryOption(msgspec.Struct, frozen=True):
 
     option: Option
     estimate: Callable[[Case, list[Estimate]], None]  # Appends zero or more estimates.
-    plan: Callable[[State, Stream, Estimate], act.Plan]  # Needs a fresh estimate.
+    plan: Callable[[State, Stream, Estimate], act.Plan]  # Makes the plan of a fresh estimate.
     terms: Callable[[Case, Estimate], Iterable[Term]]  # Their sum is `raw_s`.
     # A plan whose estimate names a source fetches pages, and so takes a transfer slot.
     fetches: bool = True

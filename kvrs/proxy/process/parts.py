@@ -43,7 +43,7 @@ class ProxyLinks:
         self._config = config
         self._secret = secret
         self.engines = new_engine_links(config, secret, tls.inner)
-        self._beside = EngineLinks(Access({}, tls.inner))  # Agents and other proxies.
+        self._beside = EngineLinks(Access({}, tls.inner))  # Links to agents and other proxies.
 
     @property
     def all(self) -> list[EngineLinks]:

@@ -171,13 +171,13 @@ class SelfTester:
             log.info("self-test", extra=facts)
 
     async def _counted(self, read: Callable[[], Awaitable[Counted | None]]) -> Counted | None:
-        """The news of an engine's counter, which may be published late; None: there is none."""
+        """The change of an engine's counter, which may be published late; None: no change."""
         until_s = self._clock() + COUNTED_WITHIN_S
         while (found := await read()) is None and self._clock() <= until_s:
             await asyncio.sleep(_COUNT_PAUSE_S)
         return found
 
-    # Tests of tokens.
+    # Methods for tests of tokens.
 
     async def _generate(self, instance: InstanceId) -> Generated:
         """Generate uncut streams first: the seeded one warms up the sampler's kernels. Then
@@ -238,7 +238,7 @@ class SelfTester:
         await self._streams.stream(instance, journal, drafts=drafts)
         return tuple(journal.output_ids)
 
-    # Tests of KV.
+    # Methods for tests of KV.
 
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
         """Test that the holder's KV of a history really reaches the target."""
@@ -286,7 +286,7 @@ class SelfTester:
             update = LeaseUpdate(1.0, release=[journal.stream])
             await self._streams.backend(holder).leases(update)
 
-    # Rows and stores.
+    # Methods for rows and stores.
 
     async def _restore(self, test: RestoreTest) -> tuple[str, bool]:
         """Reason why the target does not continue correctly from rows of the holder's agent or of a

@@ -69,7 +69,7 @@ class Journal:
     name: str = ""  # Copied from `StreamJournal`.
     # For a resumable stream: the client's position after each event that is not yet passed on.
     marks: list[int] | None = None
-    kept: tuple[ev.Kept, ...] = ()  # Holders of its KV, as known by the former owner.
+    kept: tuple[ev.Kept, ...] = ()  # Holders of the stream's KV, as known by the former owner.
     inexact: tuple[str, ...] = ()  # Features that cannot be continued exactly if the stream is cut.
     # Features that only a replay continues exactly, and how certain a replay is.
     replayed: tuple[str, ...] = ()

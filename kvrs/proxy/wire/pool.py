@@ -38,7 +38,7 @@ from kvrs.proxy.wire.watchdog import SilentError, Watchdog, reset_timeout
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
-KEPT_S = 10.0  # A connection that no call uses.
+KEPT_S = 10.0  # Time for which an idle connection is kept.
 MAX_ANSWER_BYTES = 8 << 20
 _DESCRIPTOR_PAUSE_S = 0.1
 _LONGEST_DESCRIPTOR_WAIT_S = 30.0

@@ -27,7 +27,7 @@ class Region:
     def __init__(self, descriptor: int, memory: mmap.mmap | None = None) -> None:
         """Take over a writable descriptor. `memory`: the existing mapping of the file."""
         self.descriptor = descriptor
-        # Calling it twice is harmless.
+        # `close` may be called twice.
         self.close = weakref.finalize(self, os.close, descriptor)
         self.close.atexit = False
         self.memory = mmap.mmap(descriptor, 0) if memory is None else memory

@@ -28,7 +28,7 @@ class WeightReading:
         self._after, self._clock, self._sleep = after, clock, sleep
         self._over = threading.Event()
         self._began_s: float | None = None
-        self._there_s = 0.0  # When the model can be used; set by `end`.
+        self._there_s = 0.0  # Time at which the model can be used; set by `end`.
         self._read_bytes = 0
 
     @property

@@ -357,12 +357,12 @@ class RankMoved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class PartsTaken(msgspec.Struct, frozen=True, tag="taken"):
-    held: list[int]  # As in `TakeParts`.
+    held: list[int]  # Numbers as in `TakeParts`.
     places: list[int]  # Indexes of the pages to send.
 
 
 class PartsHeld(msgspec.Struct, frozen=True, tag="held"):
-    held: list[int]  # As in `TakeParts`, after the transfer.
+    held: list[int]  # Numbers as in `TakeParts`, after the transfer.
     sent_bytes: int = 0
 
 

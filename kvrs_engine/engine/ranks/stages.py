@@ -97,7 +97,7 @@ class StageRanks(ModelWorker):
         self._end: RanksLostError | None = None
         self.probed = torch.empty(0)  # The expected result of `probe`.
         self._began_s = self._heard_s = 0.0  # Times of the start, and of the last answer.
-        self._alone_s = self._whole_s = 0.0  # As in `StartTimes`.
+        self._alone_s = self._whole_s = 0.0  # Times as in `StartTimes`.
         self._yields = yields
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
