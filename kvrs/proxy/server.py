@@ -26,7 +26,7 @@ from kvrs.net.server import HttpServer
 from kvrs.process.descriptors import raise_descriptor_limit
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
-from kvrs.proxy.api.admin import Admin, AdminSource
+from kvrs.proxy.api.admin import Admin
 from kvrs.proxy.fleet.pods import check_pods
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.book import awaited
@@ -166,15 +166,15 @@ class Proxy:
         self.port = await self._open(server, "port")
 
     async def _listen_to_operators(self, parts: Parts) -> None:
-        source = AdminSource(
+        admin = Admin(
             parts.driver,
             parts.metrics,
             parts.gossip_view,
-            self._describe,
             parts.mirror.peers,
+            self.reloads,
+            self._describe,
+            None if self._supervisor is None else self._supervisor.reload_all,
         )
-        reloaded = None if self._supervisor is None else self._supervisor.reload_all
-        admin = Admin(source, self.reloads, self._config.security, reloaded)
         self.admin_port = await self._listen(admin.routes(), "admin_port")
 
     async def _join(self, gossip_view: GossipView) -> None:

@@ -14,7 +14,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, read_admin_tokens
-from kvrs.config.security import SecuritySettings
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.http import HEALTHZ, answer, require_token
@@ -25,7 +24,6 @@ from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.rows import StateSeries
 from kvrs.proxy.api.state import describe, describe_processes
 from kvrs.proxy.fleet.orders import (
-    Exited,
     RankOrder,
     note_exit,
     parse_exit,
@@ -42,6 +40,8 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 
+Describe = Callable[[Driver, GossipView, dict[str, Any], float], dict[str, Any]]
+
 UI = "/ui"
 _LONGEST_DRAIN_S = 86_400.0
 _RANK = "/kvrs/v1/leave/{id}/{rank}"
@@ -55,47 +55,6 @@ _UI_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-
-
-class AdminSource:
-    """State and operations that the port offers."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        metrics: Metrics,
-        gossip_view: GossipView,
-        proxy: Callable[[], dict[str, Any]],
-        peers: Peers,
-    ) -> None:
-        self._driver = driver
-        self.registry = metrics.registry
-        self.registry.register(StateSeries(self._processes))
-        self._gossip_view = gossip_view
-        self._proxy = proxy
-        self._peers = peers
-
-    def state(self) -> dict[str, Any]:
-        return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
-
-    def _processes(self) -> dict[str, Any]:
-        now_s = self._driver.clock()
-        return describe_processes(self._driver, self._gossip_view, self._proxy(), now_s)
-
-    async def drain_instance(self, order: DrainOrder) -> None:
-        """Drain an instance. Raises RequestError: impossible at this proxy; its other workers get
-        no order.
-        """
-        self._peers.drains.obey(order)
-        await self._peers.pass_on(order)
-
-    async def order_rank(self, order: RankOrder) -> None:
-        """Raises RequestError."""
-        await pass_on(order, self._driver.control, self._driver.backends)
-
-    def note_exit(self, exited: Exited) -> None:
-        """Raises RequestError."""
-        note_exit(self._driver.control, exited, self._driver.clock())
 
 
 class _Collected(Collector):
@@ -113,20 +72,33 @@ class _Collected(Collector):
 class Admin:
     def __init__(
         self,
-        source: AdminSource,
+        driver: Driver,
+        metrics: Metrics,
+        gossip_view: GossipView,
+        peers: Peers,
         reloads: Reloads,
-        security: SecuritySettings,
+        proxy: Callable[[], dict[str, Any]],
         reloaded: Callable[[], None] | None,
     ) -> None:
-        """`reloaded` is called after each reload through this port."""
+        """`proxy` returns the proxy's own row of the state; `reloaded` is called after each reload
+        through this port.
+        """
         # One of these tokens is required; empty: no token is required.
-        self._tokens = read_admin_tokens(security, os.environ)
+        self._tokens = read_admin_tokens(reloads.config.security, os.environ)
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
-        self._source = source
+        self._driver = driver
+        self._registry = metrics.registry
+        self._registry.register(StateSeries(partial(self._described, describe_processes)))
+        self._gossip_view = gossip_view
+        self._peers = peers
         self._reloads = reloads
+        self._proxy = proxy
         self._reloaded = reloaded
         self._large = LargeWork()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
+
+    def _described(self, describe: Describe) -> dict[str, Any]:
+        return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
 
     def routes(self) -> Routes:
         authenticate = require_token(self._tokens, "the admin token", (HEALTHZ, UI))
@@ -151,7 +123,7 @@ class Admin:
         return partial(self._tokens.__setitem__, slice(None), found)
 
     async def _state(self, _: Request) -> Response:
-        return answer(self._source.state())
+        return answer(self._described(describe))
 
     async def _overview(self, _: Request) -> Response:
         config = self._reloads.config
@@ -161,7 +133,7 @@ class Admin:
             "dispatch": config.policy.dispatch.value,
             "backup": config.backup.mode.value,
         }
-        return answer(overview(self._source.state(), policy))
+        return answer(overview(self._described(describe), policy))
 
     async def _ui(self, _: Request) -> Response:
         """The page that shows the overview every second."""
@@ -191,7 +163,8 @@ class Admin:
         return await self._order(DrainOrder(InstanceId(request.parameters["id"]), None))
 
     async def _order(self, order: DrainOrder) -> Response:
-        await self._source.drain_instance(order)
+        self._peers.drains.obey(order)
+        await self._peers.pass_on(order)
         return answer({"instance": order.instance, "drain_s": order.drain_s})
 
     async def _order_rank(self, request: Request, *, leaves: bool) -> Response:
@@ -200,19 +173,20 @@ class Admin:
         if not re.fullmatch("[0-9]{1,9}", given, re.ASCII):
             raise RequestError(f"rank: got {given!r:.80}; allowed: its number", param="rank")
         rank = int(given)
-        await self._source.order_rank(RankOrder(name, rank, leaves))
+        order = RankOrder(name, rank, leaves)
+        await pass_on(order, self._driver.control, self._driver.backends)
         return answer({"instance": name, "rank": rank, "leaves": leaves})
 
     async def _note_exit(self, request: Request) -> Response:
         """Take a supervisor's report of how an instance's process ended."""
         exited = parse_exit(request.parameters["id"], await request.read())
-        self._source.note_exit(exited)
+        note_exit(self._driver.control, exited, self._driver.clock())
         return answer({"instance": exited.instance, "start": exited.report.start})
 
     async def _show_metrics(self, request: Request) -> Response:
         """Metrics in the text format, or in OpenMetrics if requested."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        collected = _Collected(self._source.registry.collect())
+        collected = _Collected(self._registry.collect())
         body = await self._large.run_aside(partial(encode, collected))
         return Response(200, body, {"Content-Type": content_type})
 

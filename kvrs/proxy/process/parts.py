@@ -109,13 +109,12 @@ def build(
     agents = links.new_agents()
     event_log = new_event_log(config, reloads)
     driver = Driver(config, backends, agents, metrics, clock, time.time, event_log, files)
-    control = driver.control
     peers = links.new_peers(config.proxy.every_peer())
     mirror = Mirror(config.proxy, driver, metrics, peers)
     tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large
     engine = config.cluster.backend
     api = ClientApi(settings, engine, driver, mirror, metrics, clock, tenants, large)
-    gossip_view = GossipView(control.link_measured, control.gpus_seen, clock)
+    gossip_view = GossipView(driver.control, clock)
     reached = FleetLinks(ring[0], links.engines, backends, links.new_agent, agents)
     fleet = Fleet(config, driver, reached, metrics, gossip_view)
     for part in (

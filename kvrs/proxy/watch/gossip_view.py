@@ -9,9 +9,10 @@ reporting stays in use, whatever gossip says of its agent.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, assert_never
 
+from kvrs.core.control import Control
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import Event, FactKind, FailureFact, MemberChanged, RecordChanged, Superseded
 from kvrs.gossip.membership import Membership
@@ -27,15 +28,9 @@ _MAX_CAUSE_CHARS = 128
 
 
 class GossipView:
-    def __init__(
-        self,
-        link_measured: Callable[[NodeId, NodeId, Measurement, float], None],
-        gpus_seen: Callable[[NodeId, Sequence[GpuHealth], float], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, control: Control[Any], clock: Callable[[], float]) -> None:
         self.membership: Membership | None = None  # Set once the proxy has joined.
-        self._link_measured = link_measured
-        self._gpus_seen = gpus_seen
+        self._control = control
         self._clock = clock
         # Node of each watched process, and the function that checks its watch.
         self._watches: dict[str, tuple[NodeId, Callable[[], None]]] = {}
@@ -113,7 +108,7 @@ class GossipView:
             fact, written_s = report.fact, report.written_s
             age_s = fact.age_s + max(0.0, now_s - written_s)
             measured = Measurement(fact.bytes_per_s, fact.spread, age_s)
-            self._link_measured(NodeId(source), target, measured, now_s)
+            self._control.link_measured(NodeId(source), target, measured, now_s)
 
     def look_at_gpus(self) -> None:
         if self.membership is None:
@@ -122,7 +117,7 @@ class GossipView:
         for (node, _), report in self.membership.facts.gpus.items():
             by_node[node].append(report.fact)
         for node, gpus in by_node.items():
-            self._gpus_seen(node, gpus, self._clock())
+            self._control.gpus_seen(node, gpus, self._clock())
 
     def describe(self) -> dict[str, Any] | None:
         return None if self.membership is None else self.membership.describe()

@@ -81,7 +81,7 @@ async def test_an_instance_is_awaited_while_streams_run_there_and_no_token_comes
     driver = (await vllms()).proxy.parts.driver
     name = InstanceId("d0")
     known, delivered = driver.control.instances.known[name], driver.control.progress.delivered[name]
-    gossip_view = GossipView(lambda *_: None, lambda *_: None, driver.clock)
+    gossip_view = GossipView(driver.control, driver.clock)
     watcher = Watcher(known, driver, ProxySettings(id="p"), Metrics({}), gossip_view)
     assert not watcher._is_awaited()
 
