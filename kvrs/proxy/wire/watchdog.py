@@ -200,12 +200,6 @@ class Watchdog:
             self._task.cancel()
 
 
-def loop_lag_s() -> float:
-    """Total delay of the running event loop's timers, during all watchdogs' blocks so far."""
-    wheel = _wheels.get(asyncio.get_running_loop())
-    return 0.0 if wheel is None else wheel.lag_s
-
-
 def awake_since_s() -> float:
     """Time, by the running event loop's clock, since which this process has run without a pause;
     call within a watchdog's block. Data read right after a pause may have arrived at its start.
