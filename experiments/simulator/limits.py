@@ -66,7 +66,7 @@ def spread(count: int) -> Spread:
             for node in nodes[:: count // READERS]:
                 ages += [
                     node.clock_s(net.now_s) - report.written_s
-                    for (owner, _), report in node.gossip.facts.instances.items()
+                    for (owner, _), report in node.gossip.facts.of(InstanceFact).items()
                     if owner != node.id
                 ]
         net.run(net.now_s + 0.5)

@@ -11,8 +11,8 @@ from math import inf, log, log10
 
 from msgspec.structs import replace
 
-from kvrs.gossip.facts import Event, Facts, MemberChanged, Superseded
-from kvrs.gossip.members import Member, Members, Random
+from kvrs.gossip.facts import Event, MemberChanged, Superseded
+from kvrs.gossip.members import Facts, Member, Members, Random
 from kvrs.gossip.probes import Prober
 from kvrs.gossip.sender import PacketSender
 from kvrs.gossip.wire import (
@@ -80,7 +80,7 @@ class Detector:
         self.members = Members(self.me, random)
         self.sender = PacketSender(self.me, self.members, interval_s)
         self.prober = Prober(self.me, self.members, self.sender, interval_s)
-        self.facts = Facts()  # Facts of reachable members, for their present epochs.
+        self.facts = Facts(self.members.table)
         self.events: list[Event] = []
         self.over = False  # Another process has this node's name, or this node has left.
         self._random = random
@@ -276,13 +276,10 @@ class Detector:
             self.apply_update(alive, now_s)
 
     def _change(self, member: Member, update: MemberUpdate, now_s: float) -> None:
-        shown = member.epoch, member.reachable
         if update.epoch != member.epoch:
             member.record = None
             self.prober.end_of(member.id)
         self.members.set(member, update, now_s)
-        if (member.epoch, member.reachable) != shown:
-            self.facts.show(member.id, member.record if member.reachable else None)
         self._on_changed(member, now_s)
 
     def _on_changed(self, member: Member, now_s: float) -> None:

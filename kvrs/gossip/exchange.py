@@ -46,7 +46,6 @@ class Exchange:
     ) -> None:
         self._detector = detector
         self._members = detector.members
-        self._facts = detector.facts
         self._interval_s = _SYNC_INTERVALS * interval_s
         self._reconnect_interval_s = RECONNECT_INTERVALS * interval_s
         self._seeds = seeds
@@ -281,10 +280,8 @@ class Exchange:
         if member.reachable:
             for kind, name in changed:
                 held = member.record.entries.get((kind, name))
-                if held is None:
-                    self._facts.put(member.id, kind, name, None, clock_s)
-                else:
-                    self._facts.put(member.id, kind, name, held.value, held.written_s)
+                if held is not None and held.value is not None and held.fact is None:
+                    self._detector.facts.unread += 1
                 self._detector.events.append(RecordChanged(member.id, kind, name))
 
     def _is_worth_sending(self, member: Member, now_s: float) -> bool:

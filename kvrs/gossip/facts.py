@@ -14,10 +14,10 @@ copy may have entries that were removed since, so it starts again from 0. Until 
 floor again, it accepts nothing from copies with a lower floor, which may have removed entries too.
 """
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -168,6 +168,7 @@ class VersionedValue:
     version: int
     written_s: float  # Time of writing by this node's clock.
     value: bytes | None  # Value; None: a tombstone.
+    fact: Fact | None  # None: no value, or one that cannot be read: malformed, of a newer release.
 
 
 class FactRecord:
@@ -180,7 +181,7 @@ class FactRecord:
 
     def write(self, key: Key, value: bytes | None, now_s: float) -> None:
         """Write an entry as the owner; None removes it. The caller has checked that it fits."""
-        self._put(key, VersionedValue(self.version + 1, now_s, value))
+        self._put(key, self.version + 1, now_s, value)
 
     def collect(self, before_s: float) -> None:
         """Forget tombstones that were written before `before_s`, as the owner."""
@@ -242,74 +243,16 @@ class FactRecord:
                 key in self.entries or len(self.entries) < MAX_ENTRIES
             ):
                 written_s = now_s - entry.age_ms / 1e3
-                self._put(key, VersionedValue(entry.version, written_s, entry.value))
+                self._put(key, entry.version, written_s, entry.value)
                 changed.append(key)
         self.version = max(self.version, delta.end)
         return changed
 
-    def _put(self, key: Key, value: VersionedValue) -> None:
+    def _put(self, key: Key, version: int, written_s: float, value: bytes | None) -> None:
+        fact = None
+        if value is not None:
+            with suppress(GossipError, ValueError):
+                fact = decode_fact(FactKind(key[0]), value)
         self.entries.pop(key, None)
-        self.entries[key] = value
-        self.version = value.version
-
-
-# Tables of facts.
-
-F = TypeVar("F", bound=Fact)
-
-
-class Report(msgspec.Struct, Generic[F], frozen=True):
-    """A fact, and the time at which its owner wrote it, by this node's clock."""
-
-    fact: F
-    written_s: float
-
-
-Table = dict[tuple[NodeId, str], Report[F]]
-
-
-class Facts:
-    """Facts of all reachable nodes, by (publishing node, name)."""
-
-    def __init__(self) -> None:
-        self.instances: Table[InstanceFact] = {}
-        self.links: Table[LinkFact] = {}
-        self.slots: Table[SlotsFact] = {}
-        self.holders: Table[HolderFact] = {}
-        self.failures: Table[FailureFact] = {}
-        self.gpus: Table[GpuHealth] = {}
-        # Number of values that could not be decoded: malformed, or of a newer release.
-        self.unread = 0
-        self._tables: dict[FactKind, Table[Any]] = {
-            FactKind.INSTANCE: self.instances,
-            FactKind.LINK: self.links,
-            FactKind.SLOTS: self.slots,
-            FactKind.HOLDER: self.holders,
-            FactKind.FAILURE: self.failures,
-            FactKind.GPU: self.gpus,
-        }
-
-    def put(
-        self, node: NodeId, kind: int, name: str, value: bytes | None, written_s: float
-    ) -> None:
-        try:
-            table = self._tables[FactKind(kind)]
-            table.pop((node, name), None)
-            if value is not None:
-                table[node, name] = Report(decode_fact(FactKind(kind), value), written_s)
-        except (GossipError, ValueError):
-            self.unread += 1
-
-    def all(self) -> Iterator[tuple[FactKind, NodeId, str, Report[Fact]]]:
-        """Kind, publishing node, name and report of every fact."""
-        for kind, table in self._tables.items():
-            yield from ((kind, node, name, report) for (node, name), report in table.items())
-
-    def show(self, node: NodeId, record: FactRecord | None) -> None:
-        """Replace a node's facts by those of its record; None: remove them."""
-        for table in self._tables.values():
-            for key in [key for key in table if key[0] == node]:
-                del table[key]
-        for (kind, name), held in record.entries.items() if record else ():
-            if held.value is not None:
-                self.put(node, kind, name, held.value, held.written_s)
+        self.entries[key] = VersionedValue(version, written_s, value, fact)
+        self.version = version

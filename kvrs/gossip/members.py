@@ -1,9 +1,12 @@
 """The member table: one entry per known node, with this node."""
 
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
 
-from kvrs.gossip.facts import FactRecord
+import msgspec
+
+from kvrs.gossip.facts import Fact, FactKind, FactRecord
 from kvrs.gossip.wire import KnownMember, MemberUpdate, Status, encoded_bytes
 from kvrs.ids import NodeId
 
@@ -107,3 +110,45 @@ class Members:
         first = bisect_right(self.ids, after) if after else 0
         last = bisect_right(self.ids, until) if until else len(self.ids)
         return self.ids[first:last]
+
+
+F = TypeVar("F", bound=Fact)
+
+
+class Report(msgspec.Struct, Generic[F], frozen=True):
+    """A fact, and the time at which its owner wrote it, by this node's clock."""
+
+    fact: F
+    written_s: float
+
+
+class Facts:
+    """Facts in the records of all reachable nodes, by (publishing node, name)."""
+
+    def __init__(self, members: Mapping[NodeId, Member]) -> None:
+        self._members = members
+        self.unread = 0  # Number of received values that cannot be read.
+
+    def of(self, kind: type[F]) -> dict[tuple[NodeId, str], Report[F]]:
+        return {
+            (node, name): Report(report.fact, report.written_s)
+            for _, node, name, report in self.all()
+            if isinstance(report.fact, kind)
+        }
+
+    def about(self, kind: FactKind, name: str) -> Iterator[tuple[NodeId, Fact]]:
+        """Facts of this kind and name, and their publishing nodes."""
+        for member in self._members.values():
+            if member.record is not None and member.reachable:
+                held = member.record.entries.get((kind, name))
+                if held is not None and held.fact is not None:
+                    yield member.id, held.fact
+
+    def all(self) -> Iterator[tuple[FactKind, NodeId, str, Report[Fact]]]:
+        """Kind, publishing node, name and report of every fact."""
+        for member in self._members.values():
+            if member.record is None or not member.reachable:
+                continue
+            for (kind, name), held in member.record.entries.items():
+                if held.fact is not None:
+                    yield FactKind(kind), member.id, name, Report(held.fact, held.written_s)

@@ -34,12 +34,11 @@ from kvrs.gossip.facts import (
     Event,
     Fact,
     FactKind,
-    Facts,
     MemberChanged,
     RecordChanged,
     Superseded,
 )
-from kvrs.gossip.members import Member
+from kvrs.gossip.members import Facts, Member
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.sender import Send
 from kvrs.gossip.transport import Transport

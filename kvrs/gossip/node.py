@@ -170,7 +170,6 @@ class Gossip:
     def _write(self, kind: FactKind, name: str, value: bytes | None, now_s: float) -> None:
         self._record.write((kind, name), value, now_s)
         self._detector.me.record_changed()
-        self.facts.put(self.id, kind, name, value, now_s)
 
     def probe_now(self, node: NodeId, now_s: float) -> list[Send]:
         """Probe a node out of turn: a closed connection, for example, indicates its death."""

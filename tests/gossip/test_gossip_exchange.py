@@ -57,9 +57,16 @@ def test_facts_of_one_node_reach_all_others() -> None:
 
     for node in net.nodes.values():
         read = node.gossip.facts
-        tables = read.instances, read.slots, read.holders, read.failures
+        tables = (
+            read.of(InstanceFact),
+            read.of(SlotsFact),
+            read.of(HolderFact),
+            read.of(FailureFact),
+        )
         assert tuple(table[writer.id, "d3"].fact for table in tables) == facts
-        assert node.clock_s(5.0) == pytest.approx(read.slots[writer.id, "d3"].written_s, abs=0.1)
+        assert node.clock_s(5.0) == pytest.approx(
+            read.of(SlotsFact)[writer.id, "d3"].written_s, abs=0.1
+        )
 
 
 def test_facts_of_a_dead_node_are_gone_and_back_once_it_is_alive() -> None:
@@ -74,10 +81,10 @@ def test_facts_of_a_dead_node_are_gone_and_back_once_it_is_alive() -> None:
 
     net.run(25.0)
     assert reader.members[writer.id].status is Status.DEAD
-    assert not reader.facts.slots
+    assert not reader.facts.of(SlotsFact)
     net.run(32.0)
 
-    assert [report.fact.free for report in reader.facts.slots.values()] == [7]
+    assert [report.fact.free for report in reader.facts.of(SlotsFact).values()] == [7]
 
 
 @pytest.mark.parametrize(("before", "begins", "becomes"), [(1, 2, 2), (5, 3, 6)])
@@ -95,7 +102,9 @@ def test_a_new_process_starts_with_an_empty_record(before: int, begins: int, bec
 
     assert again.gossip.epoch == becomes
     for node in net.nodes.values():
-        assert [name for owner, name in node.gossip.facts.slots if owner == again.id] == ["new"]
+        assert [name for owner, name in node.gossip.facts.of(SlotsFact) if owner == again.id] == [
+            "new"
+        ]
 
 
 @pytest.mark.parametrize("count", [20, 40])
@@ -116,7 +125,7 @@ def test_members_and_records_reach_all_nodes_in_packets_of_bounded_size(
 
     for node in net.nodes.values():
         assert len(node.gossip.members) == count
-        assert len(node.gossip.facts.failures) == 3 * count
+        assert len(node.gossip.facts.of(FailureFact)) == 3 * count
 
 
 def test_a_new_node_gets_all_members_at_once() -> None:
@@ -149,10 +158,10 @@ def test_only_the_owner_writes_its_record_and_each_epoch_has_its_own() -> None:
 
     node.handle(slots(A, 1, 1, SLOT), B, 0.1)
     node.handle(slots(C, 2, 1, SLOT), B, 0.1)
-    assert not node.facts.slots
+    assert not node.facts.of(SlotsFact)
     node.handle(slots(C, 1, 1, SLOT), B, 0.1)
 
-    assert list(node.facts.slots) == [(C, "d0")]
+    assert list(node.facts.of(SlotsFact)) == [(C, "d0")]
 
 
 def test_an_answer_is_a_bounded_number_of_packets() -> None:
@@ -167,9 +176,9 @@ def test_an_answer_is_a_bounded_number_of_packets() -> None:
     for send in sends:
         reader.handle(send.packet, A, 0.1)
 
-    assert 100 < len(reader.facts.failures) < 250
-    assert [name for _, name in reader.facts.failures] == [
-        f"d{i}" for i in range(len(reader.facts.failures))
+    assert 100 < len(reader.facts.of(FailureFact)) < 250
+    assert [name for _, name in reader.facts.of(FailureFact)] == [
+        f"d{i}" for i in range(len(reader.facts.of(FailureFact)))
     ]
 
 

@@ -8,21 +8,21 @@ from kvrs.errors import GossipError
 from kvrs.gossip.facts import (
     Fact,
     FactKind,
-    Facts,
     FailureFact,
     HolderFact,
     InstanceFact,
     LinkFact,
-    Report,
     SlotsFact,
     decode_fact,
     encode_fact,
     kind_of,
 )
+from kvrs.gossip.wire import Delta, Entry, RecordDelta
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
+from tests.gossip.gossip_cluster import B, C, GossipCluster
 
-N0, N1 = NodeId("n0"), NodeId("n1")
+SLOTS = encode_fact(SlotsFact(1, 0.0))
 FACTS = (
     InstanceFact(Role.DECODE, 3, 2, 7, 0.25, 900),
     LinkFact(1.25e9, 2e7, 0.5),
@@ -53,43 +53,26 @@ def test_an_invalid_fact_is_not_published(fact: Fact) -> None:
         encode_fact(fact)
 
 
-@pytest.mark.parametrize("value", [b"", b"\x90", b"\x92\xa1x\x00", b"\x92\xff\x00"])
-def test_a_malformed_value_is_counted_and_left_out(value: bytes) -> None:
-    """A faulty writer does not affect readers."""
-    facts = Facts()
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *((FactKind.SLOTS, value) for value in (b"", b"\x90", b"\x92\xa1x\x00", b"\x92\xff\x00")),
+        (99, b"of a newer release"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_counted_and_left_out(kind: int, value: bytes) -> None:
+    """A faulty writer does not affect readers, an old value does not pass for the present one, and
+    mixed releases work together.
+    """
+    system = GossipCluster(B, C)
+    receive(system, B, 1, Entry(kind, "d0", 1, 0, SLOTS))
+    receive(system, B, 2, Entry(kind, "d0", 2, 0, value))
+    receive(system, C, 1, Entry(FactKind.SLOTS, "d0", 1, 0, SLOTS))
 
-    facts.put(N0, FactKind.SLOTS, "d0", value, 1.0)
-
-    assert (facts.slots, facts.unread) == ({}, 1)
-
-
-def test_a_malformed_value_replaces_the_one_before() -> None:
-    """An old value must not pass for the present one."""
-    facts = Facts()
-    facts.put(N0, FactKind.SLOTS, "d0", encode_fact(SlotsFact(1, 0.0)), 1.0)
-
-    facts.put(N0, FactKind.SLOTS, "d0", b"\x00", 2.0)
-
-    assert facts.slots == {}
-
-
-def test_a_kind_of_a_newer_release_is_left_out() -> None:
-    """Mixed releases work together."""
-    facts = Facts()
-
-    facts.put(N0, 99, "d0", b"whatever", 1.0)
-
-    assert facts.unread == 1
+    assert list(system.node.facts.of(SlotsFact)) == [(C, "d0")]
+    assert system.node.facts.unread == (2 if kind == 99 else 1)
+    assert {kind for kind, *_ in system.node.facts.all()} == {FactKind.SLOTS}
 
 
-def test_facts_are_kept_by_publishing_node() -> None:
-    """Two nodes may publish facts of one subject, and a dead one takes only its own along."""
-    facts = Facts()
-    for node in (N0, N1):
-        facts.put(node, FactKind.FAILURE, "d7", encode_fact(FACTS[4]), 1.0)
-    facts.put(N0, FactKind.INSTANCE, "d0", encode_fact(FACTS[0]), 1.0)
-
-    facts.show(N0, None)
-
-    assert facts.failures == {(N1, "d7"): Report(FACTS[4], 1.0)}
-    assert facts.instances == {}
+def receive(system: GossipCluster, owner: NodeId, end: int, entry: Entry) -> None:
+    system.handle(B, Delta(1, 0, (), (RecordDelta(owner, 1, end - 1, end, 0, (entry,)),)))

@@ -39,14 +39,14 @@ async def test_a_node_with_one_seed_learns_all_members_and_facts() -> None:
         )
         await until(
             lambda: all(
-                (C, A) in each.facts.links and (A, "agent-n0") in each.facts.holders
+                (C, A) in each.facts.of(LinkFact) and (A, "agent-n0") in each.facts.of(HolderFact)
                 for each in members
             )
         )
         three.withdraw(FactKind.LINK, A)
-        await until(lambda: not any(each.facts.links for each in members))
+        await until(lambda: not any(each.facts.of(LinkFact) for each in members))
 
-        assert two.facts.holders[A, "agent-n0"].fact == HolderFact(100, 10)
+        assert two.facts.of(HolderFact)[A, "agent-n0"].fact == HolderFact(100, 10)
 
 
 async def test_deaths_departures_and_returns_are_distinguished() -> None:
@@ -55,12 +55,12 @@ async def test_deaths_departures_and_returns_are_distinguished() -> None:
         one, two, three = [await system.add(name) for name in (A, B, C)]
         await until(lambda: all(len(statuses(each)) == 3 for each in (one, two, three)))
         two.publish("agent-n1", HolderFact(1, 1))
-        await until(lambda: (B, "agent-n1") in one.facts.holders)
+        await until(lambda: (B, "agent-n1") in one.facts.of(HolderFact))
 
         port = system.port_of(two)
         await system.kill(two)
         await until(lambda: one.is_dead(B) and three.is_dead(B))
-        of_the_dead = dict(one.facts.holders)
+        of_the_dead = dict(one.facts.of(HolderFact))
         await system.leave(three)
         await until(lambda: statuses(one)[C] is Status.LEFT)
         again = await system.add(B, port=port)

@@ -14,7 +14,15 @@ from typing import Any, assert_never
 
 from kvrs.core.control import Control
 from kvrs.errors import GossipError
-from kvrs.gossip.facts import Event, FactKind, FailureFact, MemberChanged, RecordChanged, Superseded
+from kvrs.gossip.facts import (
+    Event,
+    FactKind,
+    FailureFact,
+    LinkFact,
+    MemberChanged,
+    RecordChanged,
+    Superseded,
+)
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId, NodeId
@@ -70,11 +78,11 @@ class GossipView:
         if self.membership is None:
             return False
         return self.membership.is_dead(node) or any(
-            about == name
+            isinstance(fact, FailureFact)
             and epoch is not None
-            and report.fact.epoch >= epoch
+            and fact.epoch >= epoch
             and reporter != self.membership.id
-            for (reporter, about), report in self.membership.facts.failures.items()
+            for reporter, fact in self.membership.facts.about(FactKind.FAILURE, name)
         )
 
     # Facts that this proxy publishes.
@@ -104,7 +112,7 @@ class GossipView:
         if self.membership is None:
             return
         now_s = self._clock()
-        for (target, source), report in self.membership.facts.links.items():
+        for (target, source), report in self.membership.facts.of(LinkFact).items():
             fact, written_s = report.fact, report.written_s
             age_s = fact.age_s + max(0.0, now_s - written_s)
             measured = Measurement(fact.bytes_per_s, fact.spread, age_s)
@@ -114,7 +122,7 @@ class GossipView:
         if self.membership is None:
             return
         by_node: defaultdict[NodeId, list[GpuHealth]] = defaultdict(list)
-        for (node, _), report in self.membership.facts.gpus.items():
+        for (node, _), report in self.membership.facts.of(GpuHealth).items():
             by_node[node].append(report.fact)
         for node, gpus in by_node.items():
             self._control.gpus_seen(node, gpus, self._clock())

@@ -11,10 +11,10 @@ import pytest
 
 from kvrs.agent import gossip, gpu
 from kvrs.config.file import parse_config
-from kvrs.gossip.facts import FailureFact, HolderFact, SlotsFact
+from kvrs.gossip.facts import FailureFact, HolderFact, InstanceFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
-from kvrs.protocol.gpus import GpuState
+from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import AgentInfo, Role
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.scripted import Script, Scripted
@@ -49,16 +49,20 @@ async def test_an_agent_publishes_the_load_and_deaths_of_its_instances(tmp_path:
         config = parse_config(written)
         async with running(config), session(config) as http:
             facts = other.facts
-            await until(lambda: (N0, "e0") in facts.instances and (N0, "e0") in facts.slots)
-            shown, slots = facts.instances[N0, "e0"].fact, facts.slots[N0, "e0"].fact
-            holder = facts.holders[N0, "agent-n0"].fact
+            await until(
+                lambda: (N0, "e0") in facts.of(InstanceFact) and (N0, "e0") in facts.of(SlotsFact)
+            )
+            shown = facts.of(InstanceFact)[N0, "e0"].fact
+            slots = facts.of(SlotsFact)[N0, "e0"].fact
+            holder = facts.of(HolderFact)[N0, "agent-n0"].fact
             info = await ask(http, "/kvrs/v1/agent", AgentInfo)
             await instance.kill()
-            await until(lambda: (N0, "e0") in facts.failures)
-            died, left = facts.failures[N0, "e0"].fact, (N0, "e0") in facts.instances
+            await until(lambda: (N0, "e0") in facts.of(FailureFact))
+            died = facts.of(FailureFact)[N0, "e0"].fact
+            left = (N0, "e0") in facts.of(InstanceFact)
             await instance.restart()
-            await until(lambda: (N0, "e0") in facts.instances and not facts.failures)
-            again = facts.instances[N0, "e0"].fact
+            await until(lambda: (N0, "e0") in facts.of(InstanceFact) and not facts.of(FailureFact))
+            again = facts.of(InstanceFact)[N0, "e0"].fact
         await until(lambda: other.members[N0].status is Status.LEFT)
     await instance.close()
 
@@ -84,12 +88,12 @@ async def test_an_instance_that_comes_back_elsewhere_is_watched_there(tmp_path: 
         config = parse_config(written)
         facts = other.facts
         async with running(config, read=lambda: parse_config(written)):
-            await until(lambda: (N0, "e0") in facts.instances)
+            await until(lambda: (N0, "e0") in facts.of(InstanceFact))
             await olds.kill()
-            await until(lambda: (N0, "e0") in facts.failures)
+            await until(lambda: (N0, "e0") in facts.of(FailureFact))
             written["cluster"]["nodes"][0]["instances"][0]["port"] = news.port
             signal.raise_signal(signal.SIGHUP)
-            await until(lambda: (N0, "e0") in facts.instances and not facts.failures)
+            await until(lambda: (N0, "e0") in facts.of(InstanceFact) and not facts.of(FailureFact))
     await olds.close()
     await news.close()
 
@@ -128,12 +132,12 @@ async def test_a_gpu_with_an_xid_is_published_as_failing(
         written = with_gossip(tmp_path, 1)
         written["proxy"] = {"id": "n1", "gossip_port": members.port_of(other)}
         async with running(parse_config(written)):
-            gpus = other.facts.gpus
-            await until(lambda: (N0, "GPU-n0") in gpus)
-            before = gpus[N0, "GPU-n0"].fact
+            facts, at = other.facts, (N0, "GPU-n0")
+            await until(lambda: at in facts.of(GpuHealth))
+            before = facts.of(GpuHealth)[at].fact
             library.xid(board, 79)
-            await until(lambda: gpus[N0, "GPU-n0"].fact != before)
-            after = gpus[N0, "GPU-n0"].fact
+            await until(lambda: facts.of(GpuHealth)[at].fact != before)
+            after = facts.of(GpuHealth)[at].fact
 
     assert (before.state, after.state) == (GpuState.HEALTHY, GpuState.FAILING)
     assert after.reason == "xid 79"

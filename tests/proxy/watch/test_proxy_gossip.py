@@ -133,10 +133,10 @@ async def test_what_the_proxy_saw_die_is_told_with_its_epoch_until_it_is_back() 
     """Others look at once whether it is gone for them as well."""
     async with cluster() as (system, _, n0, _):
         await system.instances["d1"].kill()
-        await until(lambda: ("proxy-0", "d1") in n0.facts.failures)
-        told = n0.facts.failures[NodeId("proxy-0"), "d1"].fact
+        await until(lambda: ("proxy-0", "d1") in n0.facts.of(FailureFact))
+        told = n0.facts.of(FailureFact)[NodeId("proxy-0"), "d1"].fact
         await system.instances["d1"].restart()
-        await until(lambda: not n0.facts.failures)
+        await until(lambda: not n0.facts.of(FailureFact))
 
         assert told.epoch == 1
         assert "connection" in told.cause
