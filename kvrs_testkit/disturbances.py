@@ -110,7 +110,7 @@ class Disturbances:
             self._cluster.rng.choice(proxies),
             self._cluster.rng.choice(list(self._cluster.holders)),
         )
-        proxy.watches[name].drop += self._cluster.rng.randint(1, 4)
+        proxy.fleet.backend(name).drop += self._cluster.rng.randint(1, 4)
         hit = sum(name in (live.instance, *holders_of(live)) for live in open_streams(proxy))
         self._cluster.note(death_scenarios.LOST_REPORTS, f"{proxy.name} of {name}", hit)
 
@@ -200,7 +200,7 @@ class Disturbances:
             proxy.after(0.05, partial(self._see_off, proxy, engine))
 
     def _come_back(self, proxy: SimProxy, engine: SimEngine) -> None:
-        proxy.watches[engine.id].end()
+        proxy.fleet.leave(engine.id)
         again = partial(_add_again, proxy, engine)
         proxy.after(self._cluster.rng.uniform(0.1, 3.0), again)
 
@@ -330,11 +330,10 @@ class Disturbances:
             death_scenarios.FALSE_GOSSIP, engine.id, self._cluster.streams_on(engine.id)
         )
         for proxy in self._cluster.running_proxies():
-            watch = proxy.watches[engine.id]
-            proxy.after(
-                self._cluster.rng.uniform(0.0, 0.5), partial(watch.gossiped_dead, engine.epoch)
-            )
-            proxy.after(self._cluster.rng.uniform(1.0, 3.0), watch.gossip_withdrawn)
+            gossip, name = proxy.fleet.gossip, engine.id
+            died = partial(gossip.died, name, engine.epoch)
+            proxy.after(self._cluster.rng.uniform(0.0, 0.5), died)
+            proxy.after(self._cluster.rng.uniform(1.0, 3.0), gossip.withdrawn, name)
             measured = Measurement(
                 10 ** self._cluster.rng.uniform(7.0, 10.0), 0.0, self._cluster.rng.uniform(0, 5)
             )
@@ -376,4 +375,4 @@ def _with_time(call: Callable[[float], None], clock: Clock) -> None:
 
 def _add_again(proxy: SimProxy, engine: SimEngine) -> None:
     known = proxy.control.instances.add(engine.id, engine.node, engine.role)
-    proxy.watch_anew(known)
+    proxy.fleet.watch(known)

@@ -47,10 +47,10 @@ SAMPLE_S = 0.004
 _OF_PACKAGES = re.compile(r"/kvrs(?:_engine|_lab)?/")
 # The first part of a call stack's file names that one of these is in, innermost last.
 COMPONENTS = (
-    ("reports", ("core/watch.py", "sim/watches.py")),
+    ("reports", ("core/watch.py", "proxy/watch/", "sim/fleet.py")),
     ("invariants", ("sim/invariants.py",)),
     ("decisions", ("core/",)),
-    ("checkpoints", ("transfer/", "sim/checkpoint_sender.py", "sim/links.py", "sim/agent.py")),
+    ("checkpoints", ("transfer/", "sim/checkpoints.py", "sim/links.py", "sim/agent.py")),
     ("tokens at the proxy", ("sim/attempts.py", "sim/proxy.py", "sim/streams.py")),
     ("batches", ("scheduling/", "sim/engine.py")),
 )

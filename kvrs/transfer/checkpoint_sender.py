@@ -89,7 +89,7 @@ class CheckpointSender(ABC):
         for agent in agents.keys() - known.keys():
             self._wakes[agent] = asyncio.Event()
             if self._senders is not None:
-                self._senders.create_task(self._serve(agent))
+                self._senders.create_task(self.serve(agent))
 
     def wake(self, agents: Sequence[InstanceId]) -> None:
         """Wake the tasks of these agents: something is to be sent."""
@@ -107,10 +107,11 @@ class CheckpointSender(ABC):
         """
         async with asyncio.TaskGroup() as self._senders:
             for agent in self._agents:
-                self._senders.create_task(self._serve(agent))
+                self._senders.create_task(self.serve(agent))
             await asyncio.get_running_loop().create_future()
 
-    async def _serve(self, agent: InstanceId) -> None:
+    async def serve(self, agent: InstanceId) -> None:
+        """Send to one agent until cancelled."""
         pause_s, more = RETRY_S, False
         while True:
             await self._due(agent)

@@ -1,5 +1,6 @@
 """The calls of one attempt at a stream of a simulated proxy, which `kvrs.core.attempt` decides."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -10,14 +11,16 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import Complete
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
 from kvrs_engine.scheduling.sources import PullSource
 from kvrs_lab.sim.calls import TOKEN_STRIDE, VOCABULARY, Asker, SimCall, first_token, token_at
 from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.first_token import FirstToken
+from kvrs_lab.sim.fleet import SimFleet
 from kvrs_lab.sim.flows import FlowPart, TokenFlow
-from kvrs_lab.sim.process import IN_ORDER_S, Step, require
-from kvrs_lab.sim.slots import SlotMessages
+from kvrs_lab.sim.process import IN_ORDER_S, OwnTime, Step, require
 from kvrs_lab.sim.streams import SimStream
 
 _NOT_CONNECTED = "refused"
@@ -40,7 +43,9 @@ class AttemptHost(Asker, Protocol):
     """The proxy of an attempt."""
 
     control: Control[SimStream]
-    slots: SlotMessages
+    slots: SlotSender
+    fleet: SimFleet
+    time: OwnTime
     dropped_tokens: int
     page_size_tokens: int
     first_token: FirstToken
@@ -54,7 +59,6 @@ class AttemptHost(Asker, Protocol):
     def late_news_s(self) -> float | None:
         """How much later it is noticed once more that a connection is closed; None: it is not."""
 
-    def suspect(self, name: InstanceId) -> None: ...
     def resumed(self, live: SimStream) -> None: ...
 
 
@@ -141,6 +145,7 @@ class SimAttempt:
         self._control = host.control
         self._attempt = Attempt(host.control, live, plan)
         self._connection: Connection | None = None
+        self._asking: asyncio.Task[None] | None = None  # For a slot.
         self._is_open = True
         self._is_decoding = False
         self._is_expected = False
@@ -171,6 +176,8 @@ class SimAttempt:
         if self._is_open:
             self._is_open = False
             self.live.journal.close_part()
+        if self._asking is not None:
+            self._asking.cancel()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -178,7 +185,7 @@ class SimAttempt:
     # Calls.
 
     def _decode(self, handed_over: tuple[PullSource, ...]) -> None:
-        attempt, plan, live = self._attempt, self._attempt.plan, self.live
+        attempt, plan = self._attempt, self._attempt.plan
         self._is_decoding = True
         if (asked := attempt.decode()) is None:
             self._call(plan.decode, handed_over if plan.prefill is not None else self._loads())
@@ -193,15 +200,16 @@ class SimAttempt:
             for run in plan.runs
         )
 
-        def granted(token: int) -> None:
-            if self._is_open:
-                self._call(plan.decode, runs, slot_token=token)
+        self._asking = self.host.time.loop.create_task(self._acquire(asked, runs))
 
-        def denied(wait_s: float) -> None:
-            if self._is_open and (denial := attempt.denial(wait_s)) is not None:
-                self._control.attempt_over(live, denial, self.host.now_s)
-
-        self.host.slots.acquire(asked, granted, denied)
+    async def _acquire(self, asked: SlotRequest, runs: tuple[PullSource, ...]) -> None:
+        try:
+            token = await self.host.slots.acquire(asked)
+        except SlotDeniedError as denied:
+            if (denial := self._attempt.denial(denied.wait_s)) is not None:
+                self._control.attempt_over(self.live, denial, self.host.now_s)
+        else:
+            self._call(self._attempt.plan.decode, runs, slot_token=token)
 
     def _loads(self) -> tuple[PullSource, ...]:
         """The source of what the instance that computes the prompt loads from an agent."""
@@ -252,7 +260,7 @@ class SimAttempt:
             self.host.after(next_s - now_s, self._watch, connection)
             return
         attempt.fell_silent(now_s)
-        self.host.suspect(attempt.failed_at)
+        self.host.fleet.suspect(attempt.failed_at)
         self._fail(_SILENT)
 
     # Replies.

@@ -28,7 +28,6 @@ from kvrs_lab.sim.rank_model import PipelineModel, RankModel
 from kvrs_lab.sim.recovering import SimDraftModel, SimHelper
 from kvrs_lab.sim.site import InstancePace, SimHolder, Site, StreamTally
 from kvrs_lab.sim.streams import SimJournal, SimStream
-from kvrs_lab.sim.watches import SimWatch
 
 PACE = "opt-13b-a100-distserve-tp1"  # Where the configuration names none.
 POISONED = "a poisoned request"
@@ -150,6 +149,13 @@ class SimCluster:
         for proxy in self.serving:
             proxy.begin()
 
+    def close(self) -> None:
+        """End all tasks: the world is over."""
+        for proxy in self.proxies:
+            proxy.time.end()
+        for engine in self.engines.values():
+            engine.loop.close()
+
     @property
     def config(self) -> Config:
         return self._site.config
@@ -224,7 +230,7 @@ class SimCluster:
         if not with_node:
             for proxy in self.serving:
                 if proxy.is_alive:
-                    proxy.watches[holder.id].reset()
+                    proxy.fleet.backend(holder.id).reset()
         back_s = (
             self.rng.uniform(20.0, 60.0)
             if self.rng.random() < self._stay_away
@@ -271,13 +277,13 @@ class SimCluster:
         self.outcome.poison_deaths[stream] += 1
         self.kill(engine, with_node=False, is_external=False)
 
-    def _gossip_loss(self, watch: SimWatch, epoch: int) -> None:
+    def _gossip_loss(self, finder: SimProxy, name: InstanceId, epoch: int) -> None:
         """Gossip a loss that one proxy has found to the others."""
         if self._site.config.gossip.enabled:
             for proxy in self.running_proxies():
-                other = proxy.watches.get(watch.process.id)
-                if other is not None and other is not watch:
-                    proxy.after(self.rng.uniform(0.02, 1.0), partial(other.gossiped_dead, epoch))
+                if proxy is not finder:
+                    died = partial(proxy.fleet.gossip.died, name, epoch)
+                    proxy.after(self.rng.uniform(0.02, 1.0), died)
 
     def _share(self, sender: SimProxy) -> None:
         """Tell the other proxies what one has sent where, again and again."""

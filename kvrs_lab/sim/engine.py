@@ -19,7 +19,6 @@ from kvrs.protocol.instance import (
     Role,
 )
 from kvrs.protocol.tags import Tag
-from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import PROBE_BYTES, LinkMeter
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs_engine.scheduling.fair_queue import order
@@ -35,10 +34,11 @@ from kvrs_lab.sim.calls import (
     checkpoints_of,
     token_at,
 )
-from kvrs_lab.sim.checkpoint_sender import SimCheckpointSender
+from kvrs_lab.sim.checkpoints import SimCheckpointSender
 from kvrs_lab.sim.computed_pages import note_computed, note_verified, verify
 from kvrs_lab.sim.computing import ComputingInstance
 from kvrs_lab.sim.drafts import SimDrafts, chosen_tokens
+from kvrs_lab.sim.event_loop import SimLoop
 from kvrs_lab.sim.pipelines import SimPipeline
 from kvrs_lab.sim.process import Step, require
 from kvrs_lab.sim.pulling import Pulling
@@ -93,8 +93,9 @@ class SimEngine(ComputingInstance):
         )
         self.places = AdmissionWaitEstimator()
         self.meter = LinkMeter(PROBE_BYTES)
-        self.backlog = CheckpointBacklog(self._size)
-        self.checkpoint_sender = SimCheckpointSender(self, self._site)
+        self.loop = SimLoop(lambda: self.clock.now_s, self.later)  # type: ignore[abstract]
+        self.checkpoint_sender = SimCheckpointSender(self, self._site, self.loop)
+        self.backlog = self.checkpoint_sender.backlog
         share = self._site.config.backup.replica_share(self.role)
         self.replicas = ReplicaBook(self.pages, share, lambda: self.clock.now_s)
         self.runs: dict[Sequence, SimRun] = {}
@@ -126,6 +127,7 @@ class SimEngine(ComputingInstance):
         """Silently: its node is gone, and nothing is left to reset its connections."""
         self.steady.stop(None)
         super().kill()
+        self.loop.close()
         self.slow_factor = 1.0
         if isinstance(self.ranks, SimPipeline):
             self.ranks.close()
@@ -167,6 +169,7 @@ class SimEngine(ComputingInstance):
         self.runs[sequence] = SimRun(call, sequence)
         self.unverified.add(sequence)
         if checkpoints := checkpoints_of(call, self._size, self._site.geometry.page_bytes):
+            self.checkpoint_sender.learn_of(checkpoints)
             self.backlog.follow(sequence, checkpoints, handed_over=sequence.pull_tail)
         self.scheduler.add(sequence)
         self.look()
@@ -410,16 +413,14 @@ class SimEngine(ComputingInstance):
         if run.call.places:
             whole = sequence.is_whole_prefill
             if whole:
-                self.backlog.filled(sequence, self.clock.now_s)
+                self.checkpoint_sender.wake(self.backlog.filled(sequence, self.clock.now_s))
             self.backlog.ended(sequence, send_rest=whole)
-            self.checkpoint_sender.look()
 
     def note_filled(self, sequence: Sequence) -> None:
         run, full_pages = self.runs.get(sequence), sequence.computed_tokens // self._size
         if run is not None and full_pages != run.noted_pages and run.call.places:
             run.noted_pages = full_pages
-            self.backlog.filled(sequence, self.clock.now_s)
-            self.checkpoint_sender.look()
+            self.checkpoint_sender.wake(self.backlog.filled(sequence, self.clock.now_s))
 
     # Pages.
 
@@ -480,7 +481,7 @@ class SimEngine(ComputingInstance):
         require(counts == (0, 0, 0, 0), f"the scheduler of {self.id} is left with {counts}")
         require(self.pages.free_pages == self.pages.pages, f"{self.id} still has pages with owners")
         require(
-            not self.backlog.lag_pages and not self.checkpoint_sender.pinned_pages,
+            not self.backlog.lag_pages and not self.checkpoint_sender.lent_pages,
             f"{self.id} still sends checkpoints",
         )
 

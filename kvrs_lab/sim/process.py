@@ -1,13 +1,16 @@
 """Virtual time, and processes that live in it and can be killed, frozen and brought back."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrs.ids import InstanceId, NodeId
+from kvrs_lab.sim.event_loop import SimLoop
 
+T = TypeVar("T")
 Step = Callable[[], None]
 IN_ORDER_S = 1e-9  # Between messages of one connection that arrive together.
 STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
@@ -58,6 +61,7 @@ class OwnTime:
         self._clock = clock
         self._is_over = False
         self._deferred: list[Step] | None = None  # While it is frozen.
+        self.loop = SimLoop(lambda: clock.now_s, self.after)  # type: ignore[abstract]
 
     @property
     def now_s(self) -> float:
@@ -83,6 +87,7 @@ class OwnTime:
     def end(self) -> None:
         """The proxy has died."""
         self._is_over, self._deferred = True, None
+        self.loop.close()
 
     def do(self, step: Callable[..., None], *args: Any) -> None:
         """Now, or when it wakes."""
@@ -156,3 +161,36 @@ class SimProcess:
             self._deferred.append((life, partial(step, *args), refused))
         else:
             step(*args)
+
+
+async def ask(
+    loop: SimLoop,
+    process: SimProcess,
+    answer: Callable[[], T | None],
+    message_s: Callable[[], float],
+    limit_s: float,
+) -> T:
+    """Ask another process, which answers nothing where `answer` returns None.
+
+    Raises:
+        ConnectionError: none lives there.
+        TimeoutError: it has not answered in time.
+    """
+    answered: asyncio.Future[T | None] = loop.create_future()
+
+    def settle(found: T | None) -> None:
+        if not answered.done():
+            answered.set_result(found)
+
+    def asked() -> None:
+        if (found := answer()) is not None:
+            loop.call_later(message_s(), settle, found)
+
+    def refused() -> None:
+        loop.call_later(message_s(), settle, None)
+
+    process.call(message_s(), asked, refused)
+    async with asyncio.timeout(limit_s):
+        if (found := await answered) is None:
+            raise ConnectionRefusedError
+        return found

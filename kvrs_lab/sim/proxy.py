@@ -11,28 +11,24 @@ from random import Random
 from typing import Any
 
 from kvrs.core.books.agent_slots import SlotOutcome
-from kvrs.core.books.leases import Leases
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
 from kvrs.core.fleet.tested import Continues, Generated, SelfTest, TokensTest, TransferTest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import Complete, Outcome
-from kvrs.core.model.member import Member
-from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import LeaseUpdate
-from kvrs_lab.sim.agent import SimAgent
+from kvrs.proxy.fleet.leases import LeaseSender
+from kvrs.proxy.fleet.slots import SlotSender
 from kvrs_lab.sim.attempts import SimAttempt
 from kvrs_lab.sim.calls import Answer
 from kvrs_lab.sim.engine import SimEngine
+from kvrs_lab.sim.fleet import SimFleet
 from kvrs_lab.sim.flows import TokenFlow
 from kvrs_lab.sim.invariants import Grants, Invariants
 from kvrs_lab.sim.process import OwnTime, require
 from kvrs_lab.sim.site import Site
-from kvrs_lab.sim.slots import SlotMessages
 from kvrs_lab.sim.streams import Arrival, SimJournal, SimRecovery, SimStream
-from kvrs_lab.sim.watches import ReportLine, SimWatch
 
 _SELF_TEST_S = 0.05
 _GENERATED = Generated((), (), Continues.SEEDED)
@@ -49,7 +45,7 @@ class SimProxy:
         rng: Random,
         *,
         keep_log: bool,
-        lost: Callable[[SimWatch, int], None] = lambda watch, epoch: None,
+        lost: Callable[["SimProxy", InstanceId, int], None] = lambda proxy, name, epoch: None,
     ) -> None:
         """`lost` gets every process that this proxy has lost, for gossip."""
         config = site.config
@@ -68,7 +64,6 @@ class SimProxy:
             runs_self_tests=config.proxy.self_test,
         )
         self.control.self_tests.changed = lambda: self.after(0.0, self._self_test)
-        self.watches: dict[InstanceId, SimWatch] = {}
         self.log: list[str] | None = (
             [header_line(config.policy, config.slo, config.backup)] if keep_log else None
         )
@@ -84,12 +79,16 @@ class SimProxy:
         self._site = site
         self._grants = grants
         self._rng = rng
-        self._lost = lost
         nodes = {holder.id: holder.node for holder in site.holders.values()}
         self.invariants = Invariants(config, nodes, self.streams)
         self.told = 0  # Events.
         self._delays_s = {holder: rng.uniform(0.0001, 0.003) for holder in site.holders}
-        self.slots = SlotMessages(name, self.control.slots, site, grants, rng, self.after)
+        self.fleet = SimFleet(name, site, self.control, self.time, self.delay_s, grants, rng)
+        self.fleet.gossip.found = partial(lost, self)
+        self.slots = SlotSender(self.control.slots, self.fleet.agent_backends)
+        # Any step of the proxy releases slots; when all victims of this moment have asked.
+        post = self.control.slots.has_message
+        self.control.slots.has_message = partial(self.after, 0.0, self.time.loop.do, post)
 
     # The host of its attempts and watches.
 
@@ -158,10 +157,6 @@ class SimProxy:
     def late_news_s(self) -> float | None:
         return self._rng.uniform(0.0, 1.0) if self._rng.random() < 0.3 else None
 
-    def suspect(self, name: InstanceId) -> None:
-        if not self.control.instances.is_reporting(name, self.now_s):
-            self.watches[name].expire_if_silent()
-
     def resumed(self, live: SimStream) -> None:
         if live.failed_at_s is not None and len(live.output) > 1:
             self.pauses_s.append(self.now_s - live.failed_at_s)
@@ -170,21 +165,28 @@ class SimProxy:
             live.last_recovery.resumed(self.now_s)
 
     def begin(self) -> None:
-        interval_s = self._site.config.proxy.load_interval_s
-        limits = WatchLimits.of(self._site.config.proxy)
-        for holder in self._site.holders.values():
-            delay_s = partial(self._report_delay_s, holder.id, self._rng.uniform(0.0, interval_s))
-            line = ReportLine(self.time, limits, interval_s, delay_s, self._lost)
-            watch = self._watch(holder, line)
-            self.watches[holder.id] = watch
-            self.after(self._rng.uniform(0.0, 0.2), watch.begin)
-        for leases, unknown in (
-            (self.control.leases, self.control.retention_lost),
-            (self.control.checkpoints.leases, self.control.checkpoints.unknown),
-        ):
-            leases.begin(self.now_s)
-            self._renew_leases(leases, unknown)
-        self.slots.renew()
+        self.fleet.begin()
+        control, fleet = self.control, self.fleet
+        leases = LeaseSender(
+            control.leases,
+            fleet.backends,
+            control.instances.is_up,
+            control.retention_lost,
+            fleet.clock,
+        )
+        checkpoint_leases = LeaseSender(
+            control.checkpoints.leases,
+            fleet.agent_backends,
+            control.agents.is_up,
+            control.checkpoints.unknown,
+            fleet.clock,
+        )
+        self._senders = (leases, checkpoint_leases, self.slots)
+        self.after(0.0, self._run_senders)
+
+    def _run_senders(self) -> None:
+        for sender in self._senders:
+            self.time.loop.create_task(sender.run())
 
     def _self_test(self) -> None:
         tests = self.control.self_tests
@@ -206,19 +208,6 @@ class SimProxy:
             self.after(max(0.0, retry_s - self.now_s), self._self_test)
         self._self_test()
 
-    def _watch(self, holder: object, line: ReportLine) -> SimWatch:
-        assert isinstance(holder, SimEngine | SimAgent)
-        control = self.control
-        known = (
-            control.agents.known[holder.id]
-            if isinstance(holder, SimAgent)
-            else control.instances.known[holder.id]
-        )
-        return SimWatch(holder, known, control, line)
-
-    def _report_delay_s(self, name: InstanceId, late_s: float) -> float:
-        return self.delay_s(name) + (late_s if self._rng.random() < 0.2 else 0.0)
-
     # Clients.
 
     def arrive(self, stream: StreamId, arrival: Arrival) -> None:
@@ -227,11 +216,6 @@ class SimProxy:
         ids = None if arrival.is_text else arrival.prompt_ids
         deadlines = arrival.deadlines
         self.adopt(SimJournal(stream, arrival, self.now_s, guess, ids, deadlines=deadlines))
-
-    def watch_anew(self, known: Member) -> None:
-        """An instance that was removed is there again."""
-        watch = self.watches[known.id] = self.watches[known.id].anew(known)
-        watch.begin()
 
     def adopt(self, journal: SimJournal) -> None:
         """Open a stream that has just arrived, or that another proxy had."""
@@ -253,38 +237,9 @@ class SimProxy:
                 live.run.close()
         self.is_alive = False
         self.time.end()
-        for watch in self.watches.values():
-            watch.end()
+        self.fleet.die()
         self._grants.proxy_died(self.name)
         return open_
-
-    # Leases.
-
-    def _renew_leases(
-        self, leases: Leases, unknown: Callable[[InstanceId, list[StreamId], float], None]
-    ) -> None:
-        for name, update in leases.due(self.now_s).items():
-            self._send_leases(name, update, unknown)
-        self.after(leases.tick_s, lambda: self._renew_leases(leases, unknown))
-
-    def _send_leases(
-        self,
-        name: InstanceId,
-        update: LeaseUpdate,
-        unknown: Callable[[InstanceId, list[StreamId], float], None],
-    ) -> None:
-        holder, delay_s = self._site.holders[name], self.delay_s(name)
-        assert isinstance(holder, SimEngine | SimAgent)
-        if not self.watches[name].is_up:
-            return
-
-        def apply() -> None:
-            lost = holder.renew(update.renew)
-            holder.release(update.release)
-            if lost:
-                self.after(delay_s, lambda: unknown(name, lost, self.now_s))
-
-        holder.call(delay_s, apply)
 
 
 class SimShell:

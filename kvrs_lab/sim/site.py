@@ -69,13 +69,6 @@ class Site:
     first_token: FirstToken = FirstToken.DECODE
     tally: StreamTally = field(default_factory=StreamTally)
     holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
-    _numbers: dict[InstanceId, int] = field(default_factory=dict)
-
-    def number_of(self, name: InstanceId) -> int:
-        """The place of a holder among all, which does not change."""
-        if len(self._numbers) < len(self.holders):
-            self._numbers.update({each: number for number, each in enumerate(self.holders)})
-        return self._numbers[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 both. Invariants are checked as it runs.
 """
 
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf, nextafter
 from random import Random
@@ -80,7 +82,7 @@ class World:
         Raises:
             InvariantError, AssertionError: something happened that must not.
         """
-        with collect_seldom():
+        with collect_seldom(), self._running():
             # Nothing is over before the last request has come.
             last_s = max((asked.at_s for asked in self.arrivals), default=0.0)
             self._begin()
@@ -93,13 +95,14 @@ class World:
             self.cluster.outcome.span_s = self.cluster.clock.now_s
             self._come_to_rest()
             self._sum_up()
+            self.cluster.close()
             return self.cluster.outcome
 
     def run_before(self, at_s: float) -> bool:
         """Do all that happens before this time, and no more; `run` goes on from there. Returns
         False where every stream has ended by then.
         """
-        with collect_seldom():
+        with collect_seldom(), self._running():
             self._begin()
             self.cluster.clock.run(nextafter(at_s, -inf), self._is_over)
         return not self._is_over()
@@ -115,6 +118,19 @@ class World:
         before, now_s = self.cluster.config, self.cluster.clock.now_s
         for proxy in self.cluster.serving if config.policy != before.policy else ():
             proxy.control.reload(config, now_s)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Senders log for operators what is the work of a simulation."""
+        before = logging.root.manager.disable
+        logging.disable()
+        try:
+            yield
+        except BaseException:
+            self.cluster.close()
+            raise
+        finally:
+            logging.disable(before)
 
     def _expect(self, deaths: Sequence[FaultEvent]) -> None:
         faults = [fault for death in deaths for fault in death.faults]

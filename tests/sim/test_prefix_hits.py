@@ -146,7 +146,7 @@ def test_small_caches_load_from_agents_what_they_have_lost() -> None:
         assert outcome.ended == {"complete": 54}
 
     assert found["off"] < 0.4
-    assert min(found["local"], found["remote"]) > 0.5
+    assert min(found["local"], found["remote"]) > found["off"] + 0.1
     (proxy,) = world.cluster.proxies
     assert proxy.log is not None
     assert any('"first_token"' in line for line in proxy.log)

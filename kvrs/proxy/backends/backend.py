@@ -88,30 +88,16 @@ class Prefilled(msgspec.Struct):
     ids_text: msgspec.Raw | None = None
 
 
-class Backend(Protocol):
-    """Requests to one instance."""
+class WatchedInstance(Protocol):
+    """Requests by which a proxy, or a simulated one, watches an instance."""
 
     @property
     def url(self) -> str: ...
-
-    @property
-    def engine_version(self) -> str | None:
-        """Version reported by the last process that was met; None: a kvrs engine, or no process was
-        met.
-        """
-
-    def leave(self) -> None:
-        """Close the connections of a removed instance once its running calls have ended."""
-
-    # Requests for the identity and the load.
 
     async def info(self) -> InstanceInfo:
         """Ask for the identity of the process at the URL. A fault that makes the instance unusable
         is found here, when it comes up, and not by the first stream.
         """
-
-    async def load(self) -> LoadReport:
-        """Ask the instance for its report."""
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]
@@ -127,6 +113,27 @@ class Backend(Protocol):
         """Heartbeats, which go on while the instance's event loop stalls. An engine without
         heartbeats refuses, so its stall looks like its death.
         """
+
+    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
+        """Drop every (owner epoch, attempt) below the given numbers, and enter a new epoch. Needs
+        FENCE.
+        """
+
+
+class Backend(WatchedInstance, Protocol):
+    """Requests to one instance."""
+
+    @property
+    def engine_version(self) -> str | None:
+        """Version reported by the last process that was met; None: a kvrs engine, or no process was
+        met.
+        """
+
+    def leave(self) -> None:
+        """Close the connections of a removed instance once its running calls have ended."""
+
+    async def load(self) -> LoadReport:
+        """Ask the instance for its report."""
 
     async def kv_received(self) -> float | None:
         """KV received from other instances since the start, in pages or bytes; or sent to them,
@@ -163,8 +170,3 @@ class Backend(Protocol):
 
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
         """Renew, release and drop leases of retained pages. Needs RETAIN."""
-
-    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
-        """Drop every (owner epoch, attempt) below the given numbers, and enter a new epoch. Needs
-        FENCE.
-        """

@@ -3,22 +3,28 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kvrs.core.books.leases import Leases
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import LeaseUpdate
-from kvrs.proxy.backends.agent import AgentBackend
-from kvrs.proxy.backends.backend import Backend
+from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
 
 log = logging.getLogger(__name__)
+
+
+class LeaseHolder(Protocol):
+    """An instance or an agent, which a proxy or a simulated one asks."""
+
+    async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
+        """Raises UpstreamError."""
 
 
 class LeaseSender:
     def __init__(
         self,
         leases: Leases,
-        holders: Mapping[InstanceId, Backend] | Mapping[InstanceId, AgentBackend],
+        holders: Mapping[InstanceId, LeaseHolder],
         is_up: Callable[[InstanceId], bool],
         unknown: Callable[[InstanceId, list[StreamId], float], None],
         clock: Callable[[], float],

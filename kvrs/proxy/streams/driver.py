@@ -15,10 +15,14 @@ from kvrs.core.control import NO_IDS, Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.agent import Agent
 from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.live_stream import Outcome as CoreOutcome
+from kvrs.core.model.member import Member
+from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.eager_task import EagerTask
+from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
@@ -99,6 +103,7 @@ class Driver:
             clock,
         )
         self.tokenizer = self.context.tokenizer
+        self.end_watch = self.context.end_watch
         self.leases = LeaseSender(
             control.leases, backends, control.instances.is_up, control.retention_lost, clock
         )
@@ -121,6 +126,22 @@ class Driver:
     def default_tokens(self) -> int | None:
         """Output limit of a chat without `max_tokens`; None: the rest of the context."""
         return self._files.default_max_tokens if self.engine is Engine.VLLM else None
+
+    # Methods for watchers.
+
+    async def identified(self) -> None:
+        # The instance may have named the model, whose tokenizer promises to clients depend on.
+        await self.tokenizer.found()
+
+    def load_reported(self, report: LoadReport) -> None:
+        self.recoveries.fetched(report.fetches)
+        self.recoveries.restarted(report.restarts)
+
+    def process_lost(self, known: Member | Agent, death: DeathCause, silent_s: float) -> None:
+        if isinstance(known, Member):
+            self._metrics.worker_lost(known.id, death, silent_s)
+        else:
+            self._metrics.agent_lost(known.id, death)
 
     # Methods for streams.
 

@@ -225,7 +225,7 @@ class Fleet:
         self._unwatch(known.id)
 
     def _watch(self, known: Member | Agent) -> None:
-        watcher = Watcher(known, self._driver, self._settings, self._metrics, self._gossip_view)
+        watcher = Watcher(known, self._driver, self._settings, self._gossip_view)
         self._watchers[known.id] = watcher
         self._gossip_view.follow(known.id, known.node, watcher.look)
         if self._group is not None:

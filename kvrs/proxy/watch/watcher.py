@@ -4,12 +4,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from kvrs.config.proxy import ProxySettings
+from kvrs.core.control import Control
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.watch import (
@@ -24,11 +25,10 @@ from kvrs.core.watch import (
     WatchStep,
 )
 from kvrs.errors import UpstreamError
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport
 from kvrs.proxy.backends.agent import AgentBackend
-from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.backends.backend import WatchedInstance
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.errors import ConnectionLostError, UnusableError
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
@@ -39,38 +39,58 @@ log = logging.getLogger(__name__)
 STALL_SHOWN_S = 1.0
 
 
+class WatchHost(Protocol):
+    """The proxy of a watcher: a driver, or a simulated proxy."""
+
+    @property
+    def control(self) -> Control[Any]: ...
+    @property
+    def clock(self) -> Callable[[], float]: ...
+    @property
+    def backends(self) -> Mapping[InstanceId, WatchedInstance]: ...
+    @property
+    def agent_backends(self) -> Mapping[InstanceId, AgentBackend]: ...
+    @property
+    def end_watch(self) -> MutableMapping[InstanceId, Callable[[], bool]]:
+        """By watched process: take its silence for its end; False: it has not lasted for long."""
+
+    async def identified(self) -> None:
+        """A process has told its identity, and perhaps the name of its model."""
+
+    def load_reported(self, report: LoadReport) -> None: ...
+    def process_lost(self, known: Member | Agent, death: DeathCause, silent_s: float) -> None: ...
+
+
 class Watcher:
     """Runs the watch of one process."""
 
     def __init__(
         self,
         known: Member | Agent,
-        driver: Driver,
+        host: WatchHost,
         settings: ProxySettings,
-        metrics: Metrics,
         gossip_view: GossipView,
     ) -> None:
         self.id = known.id
         self._known = known
-        self._driver = driver
-        self._metrics = metrics
+        self._host = host
         self._gossip_view = gossip_view
         self._interval_s = settings.load_interval_s
         self._watchdog: Watchdog | None = None
         self._tokens = 0  # Tokens that the instance had delivered at the last look.
-        self._peer: Backend | AgentBackend
+        self._peer: WatchedInstance | AgentBackend
         self._watch_reports: Callable[[float], AbstractAsyncContextManager[AsyncIterator[Any]]]
         self._watch: Watch[Any, Any, Any]
         limits = WatchLimits.of(settings)
         if isinstance(known, Member):
-            self._peer = instance = driver.backends[known.id]
-            self._delivered = driver.control.progress.delivered[known.id]
+            self._peer = instance = host.backends[known.id]
+            self._delivered = host.control.progress.delivered[known.id]
             self._watch_reports = partial(instance.watch_load, is_awaited=self._is_awaited)
-            self._watch = InstanceWatch(known, driver.control, limits, self)
+            self._watch = InstanceWatch(known, host.control, limits, self)
         else:
-            self._peer = agent = driver.agent_backends[known.id]
+            self._peer = agent = host.agent_backends[known.id]
             self._watch_reports = agent.watch_holdings
-            self._watch = AgentWatch(known, driver.control, limits, self)
+            self._watch = AgentWatch(known, host.control, limits, self)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -82,7 +102,7 @@ class Watcher:
                 fault = UpstreamError("stopped reporting")
             except UpstreamError as error:
                 fault = error
-            pause_s = watch.ended(session, str(fault), _death_cause(fault), self._driver.clock())
+            pause_s = watch.ended(session, str(fault), _death_cause(fault), self._host.clock())
             assert pause_s is not None
             await asyncio.sleep(pause_s)
 
@@ -103,12 +123,12 @@ class Watcher:
         """Stop watching a process that is up."""
         session = self._watch.session
         assert session is not None
-        self._watch.ended(session, cause, DeathCause.FAILED, self._driver.clock())
+        self._watch.ended(session, cause, DeathCause.FAILED, self._host.clock())
 
     async def _follow(self, session: int) -> None:
         """Watch the process until the connection ends. Raises UpstreamError."""
         await self._perform(session, WatchStep.IDENTIFY)
-        watch, clock, end_watch = self._watch, self._driver.clock, self._driver.context.end_watch
+        watch, clock, end_watch = self._watch, self._host.clock, self._host.end_watch
         silence = watch.silence
         with Watchdog(
             lambda *_: watch.limit_s(clock()), silence=silence, is_patient=True
@@ -119,8 +139,7 @@ class Watcher:
                 async with self._watch_reports(self._interval_s) as reports:
                     async for report in reports:
                         if isinstance(report, LoadReport):
-                            self._driver.recoveries.fetched(report.fetches)
-                            self._driver.recoveries.restarted(report.restarts)
+                            self._host.load_reported(report)
                         await self._perform(session, watch.reported(session, report, clock()))
             finally:
                 self._watchdog = None
@@ -139,16 +158,15 @@ class Watcher:
                 if step is WatchStep.SHAPE:
                     return
                 raise
-            step = self._watch.answered(session, step, info, self._driver.clock())
+            step = self._watch.answered(session, step, info, self._host.clock())
 
     async def _ask(self, step: WatchStep) -> InstanceInfo | AgentInfo:
         if step is not WatchStep.FENCE:
             info = await self._peer.info()
-            # The instance may have named the model, whose tokenizer promises to clients depend on.
-            await self._driver.tokenizer.found()
+            await self._host.identified()
             return info
         assert not isinstance(self._peer, AgentBackend)
-        return await self._peer.fence(self._driver.control.fences.numbers(self.id))
+        return await self._peer.fence(self._host.control.fences.numbers(self.id))
 
     async def _follow_heartbeats(self) -> None:
         """Note the process's heartbeats, if any: the end of the watch ends them."""
@@ -157,7 +175,7 @@ class Watcher:
             try:
                 async with self._peer.watch_heartbeats(self._interval_s) as beats:
                     async for beat in beats:
-                        self._watch.beat(self._driver.clock())
+                        self._watch.beat(self._host.clock())
                         was_stalled, is_stalled = is_stalled, beat.loop_age_s > STALL_SHOWN_S
                         if is_stalled and not was_stalled:
                             log.warning("its event loop stalls", extra={"instance": self.id})
@@ -179,10 +197,7 @@ class Watcher:
         self._gossip_view.up(self.id)
 
     def lost(self, epoch: int, cause: str, death: DeathCause, silent_s: float) -> None:
-        if isinstance(self._known, Member):
-            self._metrics.worker_lost(self.id, death, silent_s)
-        else:
-            self._metrics.agent_lost(self.id, death)
+        self._host.process_lost(self._known, death, silent_s)
         self._gossip_view.lost(self.id, self._known.node, epoch, cause)
 
     def note(self, note: WatchNote, detail: str | list[str]) -> None:

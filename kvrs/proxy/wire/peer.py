@@ -17,7 +17,7 @@ from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 Answer = TypeVar("Answer")
 
-_CONTROL_TIMEOUT_S = 2.0  # Time limit of small calls; a completion has none.
+CONTROL_TIMEOUT_S = 2.0  # Time limit of small calls; a completion has none.
 
 
 class Peer:
@@ -58,10 +58,10 @@ class Peer:
         body = None if message is None else msgspec.json.encode(message)
         assert (method == "GET") == (body is None)
         try:
-            with Watchdog(lambda *_: _CONTROL_TIMEOUT_S):
+            with Watchdog(lambda *_: CONTROL_TIMEOUT_S):
                 status, raw = await self.pool.ask(path, body)
         except SilentError:
-            raise UpstreamError(f"no answer to {path} within {_CONTROL_TIMEOUT_S} s") from None
+            raise UpstreamError(f"no answer to {path} within {CONTROL_TIMEOUT_S} s") from None
         if status == 401:
             raise UnusableError(f"HTTP 401: {self.UNAUTHORISED}")
         if status != 200:

@@ -12,7 +12,6 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.backends.vllm_server import VllmServer
-from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.watcher import Watcher
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
@@ -82,7 +81,7 @@ async def test_an_instance_is_awaited_while_streams_run_there_and_no_token_comes
     name = InstanceId("d0")
     known, delivered = driver.control.instances.known[name], driver.control.progress.delivered[name]
     gossip_view = GossipView(driver.control, driver.clock)
-    watcher = Watcher(known, driver, ProxySettings(id="p"), Metrics({}), gossip_view)
+    watcher = Watcher(known, driver, ProxySettings(id="p"), gossip_view)
     assert not watcher._is_awaited()
 
     known.running.add(StreamId("s"))
