@@ -342,7 +342,7 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         """Note that the same process serves other names than before."""
         self._info = info
         self._control.tell(ev.NamesListed(info.id, info.epoch, info.names), now_s)
-        self._control.instances.names.changed()
+        self._control.instances.names_changed()
         self._shell.note(WatchNote.NAMES, listed_names(info))
         return info
 

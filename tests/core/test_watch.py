@@ -266,8 +266,8 @@ def test_names_that_change_are_told_without_another_epoch() -> None:
     watched, names = Watched(), ModelNames(aliases=("other",))
     watched.meet()
     watched.report()
-    served = watched.control.instances.names
-    before = served.served("m")
+    instances = watched.control.instances
+    before = instances.served_names()
 
     watched.report(names=names)
 
@@ -275,7 +275,7 @@ def test_names_that_change_are_told_without_another_epoch() -> None:
     assert [event.epoch for event in listed] == [1]
     assert watched.shell.notes == [(WatchNote.NAMES, ["m", "other"])]
     assert (watched.known.info, watched.shell.ups) == (watched.identity(1, names=names), 1)
-    assert served.served("m") is not before
+    assert instances.served_names() is not before
 
 
 def test_heartbeats_count_that_came_before_a_process_was_up() -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.core.fleet.names import NameBook
+from kvrs.core.fleet.names import ServedName, served_names
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
@@ -65,7 +65,7 @@ class Instances:
         self.plain: InstanceId | None = None
         # Cached result of `replays()`; None: instances have changed.
         self._replays: Replays | None = None
-        self.names = NameBook(lambda: (each.info for each in self.known.values() if each.was_up))
+        self._served_names: Mapping[str, ServedName] | None = None  # None: they have changed.
 
     def add(
         self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None
@@ -78,7 +78,21 @@ class Instances:
         self.known[known.id] = Member(known.id, known.node, known.role, known.group, Health.REMOVED)
         known.health, known.reason, known.info, known.load = Health.REMOVED, None, UNKNOWN, None
         self.plain, self._replays = self._find_plain(), None
-        self.names.changed()
+        self.names_changed()
+
+    def names_changed(self) -> None:
+        self._served_names = None
+
+    def served_names(self) -> Mapping[str, ServedName]:
+        """Names that clients may use, the model's own first; empty before an instance has come
+        up.
+        """
+        if self.model is None:
+            return {}
+        if self._served_names is None:
+            infos = (each.info for each in self.known.values() if each.was_up)
+            self._served_names = served_names(self.model, infos)
+        return self._served_names
 
     def present(self) -> Iterator[Member]:
         """Instances of the present configuration."""
@@ -185,7 +199,7 @@ class Instances:
         table = self._named_table(info)
         self._served, self._replays = info, None
         self.model, self.max_model_len = info.model, info.max_model_len or None
-        self.names.changed()
+        self.names_changed()
         if info.own_prefill not in self.known:
             info = msgspec.structs.replace(info, own_prefill=None)
         if not known.is_same_process(info):

@@ -1,7 +1,7 @@
 """Names of a model in requests: its own, its aliases, and those of its adapters."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -57,25 +57,6 @@ def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedN
         if all(count[each.key] for count in needed):
             names.setdefault(each.name, each)
     return names
-
-
-class NameBook:
-    """All names that clients may use, cached until the instances' names change."""
-
-    def __init__(self, infos: Callable[[], Iterable[InstanceInfo]]) -> None:
-        self._infos = infos
-        self._found: Mapping[str, ServedName] | None = None
-
-    def changed(self) -> None:
-        self._found = None
-
-    def served(self, model: str | None) -> Mapping[str, ServedName]:
-        """Served names, the model's own first; empty before an instance has come up."""
-        if model is None:
-            return {}
-        if self._found is None:
-            self._found = served_names(model, self._infos())
-        return self._found
 
 
 def is_served_at(info: InstanceInfo, key: str) -> bool:

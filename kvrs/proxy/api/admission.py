@@ -443,7 +443,7 @@ def find_model(instances: Instances, model: str | None) -> ServedName:
         return ServedName(served or "")
     if served is None:
         return ServedName(model, model)
-    names = instances.names.served(served)
+    names = instances.served_names()
     found = names.get(model)
     if found is None:
         raise RequestError(

@@ -27,8 +27,8 @@ def add_models(routes: Routes, instances: Instances) -> None:
     created = int(time.time())
 
     async def models(_: Request) -> Response:
-        served = instances.names.served(instances.model)
-        listed = [_described(instances, each, created) for each in served.values()]
+        served = instances.served_names().values()
+        listed = [_described(instances, each, created) for each in served]
         return json_response(msgspec.json.encode({"object": "list", "data": listed}))
 
     async def model(request: Request) -> Response:

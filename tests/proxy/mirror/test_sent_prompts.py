@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.net.proving import UnprovenError
-from kvrs.protocol.mirror import MAX_HASH_BYTES, MAX_SENT, Batch, SentPrompt
+from kvrs.protocol.mirror import MAX_HASH_BYTES, MAX_SENT, SentPrompt
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.proxy.mirror.peers import PATH
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
@@ -87,10 +87,3 @@ async def test_only_whole_messages_of_peers_count() -> None:
 
     assert refused == [400] * 9
     assert (before, taken, after) == (0, 200, 8)
-
-
-async def test_a_batch_of_a_proxy_that_says_nothing_of_prompts_is_taken() -> None:
-    """It is of an older release."""
-    batch = msgspec.msgpack.encode({"sender": "proxy-1", "updates": []})
-
-    assert msgspec.msgpack.decode(batch, type=Batch).sent == []
