@@ -227,7 +227,7 @@ def test_missing_weights_are_named(directory: Path) -> None:
     """Tensor or file, the message names it."""
     change(directory, attention_bias=True)
     with pytest.raises(
-        ConfigError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.bias: missing"
+        ConfigError, match=r"tensor model\.layers\.0\.self_attn\.o_proj\.bias: missing"
     ):
         Worker(directory, EngineSettings(pages=2))
 
