@@ -45,7 +45,6 @@ class Room:
     capacity_bytes: int
     cell_bytes: int
     pages: int  # Least number of KV pages.
-    buffer_bytes: int = 0
 
     def missing_bytes(self, layout: Layout, units: Units) -> int:
         """Return the bytes that the fullest rank lacks; 0: the layout fits."""
@@ -53,7 +52,7 @@ class Room:
 
     def _needed(self, layout: Layout, units: Units, rank: int) -> int:
         kv = self.pages * layout.cells_per_page(rank) * self.cell_bytes
-        return layout.weight_bytes(rank, units) + kv + self.buffer_bytes - self.capacity_bytes
+        return layout.weight_bytes(rank, units) + kv - self.capacity_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,7 +92,7 @@ class ModelConfig:
         norms = (2 * self.layers + 1) * self.hidden
         routers = sum(map(self.has_experts, range(self.layers))) * self.hidden
         routers *= self.experts.count if self.experts else 0
-        units = Units.of(
+        return Units.of(
             self.grain,
             layers=self.layers,
             hidden=self.hidden,
@@ -101,8 +101,6 @@ class ModelConfig:
             weight_bytes=_WEIGHT_BYTES,
             common_bytes=(embeddings + learned + norms + routers) * _WEIGHT_BYTES,
         )
-        row = self.hidden * _WEIGHT_BYTES
-        return replace(units, vocabulary_bytes=tuple(len(t) * row for t in self.grain.vocabulary))
 
     @property
     def units_of_ranks(self) -> Units:

@@ -18,6 +18,7 @@ import torch
 
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import MeasuredPrefill
+from kvrs_engine.engine.models.digests import write_whole
 from kvrs_engine.engine.worker import ModelWorker, Worker
 from kvrs_engine.scheduling.sequences import Chunk
 
@@ -157,13 +158,7 @@ class _Note:
         measured = MeasuredPrefill(table.label, table.step_tokens, list(table.seconds))
         entries = self._all() | {self._key: msgspec.Raw(msgspec.json.encode(measured))}
         newest = dict(list(entries.items())[-_MAX_NOTED:])
-        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            scratch.write_bytes(msgspec.json.encode(newest))
-            scratch.replace(self._path)
-        except OSError:
-            with suppress(OSError):
-                scratch.unlink()
+        write_whole(self._path, msgspec.json.encode(newest))
 
     def _all(self) -> dict[str, msgspec.Raw]:
         try:

@@ -168,17 +168,21 @@ class Note:
         """
         if file_states(self._files) != self._state:
             return
-        document = self._facts() | {"root": root.hex()}
-        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            scratch.write_text(json.dumps(document))
-            scratch.replace(self._path)
-        except OSError:
-            with suppress(OSError):
-                scratch.unlink()
+        write_whole(self._path, json.dumps(self._facts() | {"root": root.hex()}).encode())
 
     def _facts(self) -> dict[str, object]:
         return {"grain": grain.VERSION, "tree": _TREE, "files": self._state}
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file atomically, if its directory is writable."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()
 
 
 def file_states(files: Sequence[Path]) -> list[list[str | int]]:

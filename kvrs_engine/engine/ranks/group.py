@@ -128,15 +128,6 @@ class RankGroup(StageRanks, StepHook):
         return {rank: seat.pid for rank, seat in seats if rank not in self.lost}
 
     @property
-    def unit_bytes(self) -> dict[int, int]:
-        """Resident bytes of units by rank."""
-        units = self._config.units
-        return {
-            rank: sum(map(units.bytes_of, seat.units))
-            for rank, seat in self.processes.seats.items()
-        }
-
-    @property
     def reforming(self) -> ReformingNow | None:
         """The current re-forming; None: all ranks of the layout compute."""
         return None if self._reformer is None else self._reformer.now

@@ -38,7 +38,7 @@ from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.ports import instance_client
 from tests.engine.guesses import Guesses
-from tests.engine.ranks.test_rank_group import SETTINGS, group_of
+from tests.engine.ranks.test_rank_group import SETTINGS, group_of, unit_bytes
 from tests.engine.serving import SECRET
 
 pytestmark = [
@@ -200,7 +200,7 @@ def test_a_stage_without_ranks_is_started_again(
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     group = group_of(model, pp=2)
-    half = group.unit_bytes[1]
+    half = unit_bytes(group)[1]
     try:
         compute(group, expected)
         kill(group, 1)
