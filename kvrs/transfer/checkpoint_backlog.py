@@ -18,7 +18,7 @@ Invariants, which `check` and the tests hold it to:
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -193,11 +193,6 @@ class CheckpointBacklog:
             if waiting
             else None
         )
-
-    @property
-    def waited_for(self) -> Collection[InstanceId]:
-        """Holders with waiting deliveries."""
-        return self._waited_for
 
     def offers(self, holder: InstanceId, now_s: float) -> list[CheckpointDelivery]:
         """Deliveries to be offered to the holder, before any `ranges`."""
