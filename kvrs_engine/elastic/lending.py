@@ -64,7 +64,7 @@ def terms(lender: Lender, pages: int, least_pages: int, busy: float) -> int | st
     gain = min(1.0, (1 - lender.busy) / busy) if busy else 1.0
     if gain < lender.least_gain:
         return (
-            f"its stage computes {lender.busy:.0%} of the time, which leaves a gain of "
+            f"the stage computes {lender.busy:.0%} of the time, which leaves a gain of "
             f"{gain:.2f}; allowed: {lender.least_gain} (elastic.least_gain) or above"
         )
     most = min(int(LEND_PAGES * lender.pages) - lender.lent_pages, lender.spare_pages)

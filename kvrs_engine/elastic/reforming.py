@@ -224,7 +224,9 @@ class Reforming:
         if rank not in ranks:
             return f"rank: got {rank}; allowed: {', '.join(map(str, ranks))}"
         if self.phase is not ReformingPhase.SERVING:
-            return f"the ranks are {self.phase}; allowed: while they are {ReformingPhase.SERVING}"
+            return (
+                f"the ranks are {self.phase}; allowed: while the ranks are {ReformingPhase.SERVING}"
+            )
         after = self._situation.without({rank})
         return after if isinstance(after, str) else None
 
@@ -304,7 +306,7 @@ class Reforming:
         choices = self.choices()
         if not choices:
             after = self._situation.without(self._absent)
-            assert isinstance(after, str), "the survivors are no way"
+            assert isinstance(after, str), "the survivors can serve"
             return self._give_up(after)
         return [Freeze(self.epoch), *self._begin(choices[0])]
 
@@ -371,7 +373,7 @@ class Reforming:
         if event.epoch != self.epoch or self.phase is not ReformingPhase.JOINING or self._unjoined:
             return []
         if not event.equal:
-            return self._give_up("the probe step has other bits than it must have")
+            return self._give_up("the probe step gave wrong bits")
         return self._serve()
 
     def _serve(self) -> list[Action]:

@@ -103,7 +103,7 @@ class PageFetcher:
                         here.append,
                     )
             except TimeoutError:
-                late = "it took longer than computing them"
+                late = "fetching took longer than computing the pages"
                 result = PullResult(sum(here), False, 0, source.within_s, gone=False, error=late)
             await staged.restore(result.full_pages + result.tail)
             if part is not None:

@@ -136,7 +136,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
     # An upper bound of the depth, following each reference once.
     if (levels := depth * (len(references) + 1)) > _MAX_LEVELS:
         raise _refused(
-            f"different $ref, and one, times its depth are {levels}; allowed: at most {_MAX_LEVELS}"
+            f"its depth with all $ref followed may be {levels}; allowed: at most {_MAX_LEVELS}"
         )
 
 

@@ -348,7 +348,7 @@ class EngineInstance(ServedInstance):
         self.tasks = [loop.create_task(work) for work in works]
 
     def _ranks_changed(self) -> None:
-        assert self.ranks is not None, "it was told by them"
+        assert self.ranks is not None, "only ranks call this"
         now, wait = self.ranks.now.reforming, self.core.admission_wait
         note = wait.go_on if now is None or not now.way.pauses else wait.pause
         note(time.monotonic())
@@ -359,7 +359,7 @@ class EngineInstance(ServedInstance):
         if self.ranks is None:
             if rank is not None:
                 raise RequestError(
-                    f"rank: got {rank}; allowed: none, it is one process", param="rank"
+                    f"rank: got {rank}; allowed: none, the instance is one process", param="rank"
                 )
             if self.anchored is not None:
                 self.anchored.ledger.drop()

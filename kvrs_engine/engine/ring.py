@@ -238,12 +238,12 @@ class StageRing(PageSending):
     def _offered(self, stage: RemoteStage, offered: PartsOffered) -> None:
         offer, cells = offered.offer, stage.cells
         if self._core.is_draining:
-            self._answer(stage, RefuseParts(0, 0, offer, "it is draining"))
+            self._answer(stage, RefuseParts(0, 0, offer, "the instance is draining"))
             return
         if not offered.are_sent:
             held = [self._book.offer(each.stream, each.tags, cells) for each in offered.ranges]
             if any(each.code is StoreCode.FULL for each in held):
-                self._answer(stage, RefuseParts(0, 0, offer, "it has no room for replicas"))
+                self._answer(stage, RefuseParts(0, 0, offer, "no room for replicas"))
             else:
                 self._answer(stage, TakeParts(0, 0, offer, [each.pages for each in held], []))
             return

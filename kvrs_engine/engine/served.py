@@ -108,7 +108,7 @@ class ServedInstance(ABC):
 
     async def order_rank(self, order: RankRequest) -> str | None:
         """Let a rank leave or come back; return the reason of a refusal, or None."""
-        return f"rank: got {order.rank}; allowed: none, it is one process"
+        return f"rank: got {order.rank}; allowed: none, the instance is one process"
 
     # Optional: only instances with a source of drafts use notices.
     def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027

@@ -285,9 +285,9 @@ class StageLoans(StepHook):
     def _lender(self, stage: RemoteStage) -> Lender:
         refusal = None
         if self._core.is_draining:
-            refusal = "it is draining"
+            refusal = "the instance is draining"
         elif self._ranks.now.reforming is not None or self._ranks.loans or not stage.is_whole:
-            refusal = "it lacks a stage itself"
+            refusal = "the instance lacks a stage itself"
         again = len(self._lent_elsewhere(stage))
         return Lender(
             pages=self._pages.pages,

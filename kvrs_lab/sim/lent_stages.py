@@ -28,11 +28,11 @@ class LentStages:
         engine, elastic = self._site.config.cluster.engine, self._site.config.elastic
         own, refusal = self._engine.pages, None
         if not self._engine.is_running:
-            refusal = "it does not answer"
+            refusal = "the instance does not answer"
         elif self._engine.draining:
-            refusal = "it is draining"
+            refusal = "the instance is draining"
         elif not all(self._passage.at) or self._passage.loans:
-            refusal = "it lacks a stage itself"
+            refusal = "the instance lacks a stage itself"
         lent = {page for loan in self.loans for page in loan.pages}
         here = {page for loan in self.loans if loan.host.stage == host.stage for page in loan.pages}
         again = sorted(lent - here)

@@ -34,7 +34,7 @@ def test_the_next_token_is_due_before_the_rest_of_the_output() -> None:
     stream = interrupted(20.0, 100, produced=50, flowed_s=5.0)
 
     assert stream.due_s() == pytest.approx(20.0 - 4.9)
-    assert stream.tightest() == "20 s in all, 4.9 s of them for the rest of its output"
+    assert stream.tightest() == "20 s in all, with 4.9 s for the rest of the output"
 
 
 def test_the_more_urgent_of_two_streams_comes_first() -> None:
@@ -95,6 +95,6 @@ def test_a_stream_whose_output_cannot_end_in_time_is_given_up(
     if is_given_up:
         given_up = only(actions, act.GiveUp)
         assert given_up.reason is act.Reason.SLO
-        assert "for the rest of its output" in given_up.message
+        assert "for the rest of the output" in given_up.message
     else:
         assert of(actions, act.Recovered)

@@ -53,7 +53,7 @@ def test_a_request_that_the_queue_makes_late_is_refused() -> None:
     late = only(harness.handle(arrived("A", ttft_s=2.0)), act.GiveUp)
 
     assert late.reason is act.Reason.OVERLOADED
-    assert "2 s to its first token" in late.message
+    assert "2 s to the first token" in late.message
     assert only(harness.handle(arrived("B", ttft_s=4.0)), act.Start)
 
 

@@ -36,7 +36,7 @@ def test_a_loan_is_as_large_as_wanted_and_as_allowed(
 @pytest.mark.parametrize(
     ("changed", "wanted", "reason"),
     [
-        ({"refusal": "it is draining"}, (100, 10, 0.5), "it is draining"),
+        ({"refusal": "the instance is draining"}, (100, 10, 0.5), "the instance is draining"),
         ({"spare_pages": 9}, (100, 10, 0.5), "9 pages could be lent; allowed: 10 or more"),
         ({"lent_pages": 41}, (100, 10, 0.5), "9 pages could be lent"),
         ({"busy": 0.95}, (100, 10, 0.9), r"computes 95% of the time, .* gain of 0.06; allowed"),

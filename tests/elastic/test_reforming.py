@@ -346,7 +346,7 @@ def test_a_rank_leaves_only_while_all_serve() -> None:
     own = machine()
     own.handle(LOST)
 
-    assert own.why_it_stays(2) == "the ranks are moving; allowed: while they are serving"
+    assert own.why_it_stays(2) == "the ranks are moving; allowed: while the ranks are serving"
     assert own.handle(RankLeaving(2)) == []
 
 

@@ -206,10 +206,10 @@ async def test_a_loan_takes_the_cache_and_no_page_of_a_stream(
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ("draining", "it is draining"),
-        ("reforming", "it lacks a stage itself"),
-        ("borrowing", "it lacks a stage itself"),
-        ("back", "it lacks a stage itself"),
+        ("draining", "the instance is draining"),
+        ("reforming", "the instance lacks a stage itself"),
+        ("borrowing", "the instance lacks a stage itself"),
+        ("back", "the instance lacks a stage itself"),
         ("full", "3 pages could be lent; allowed: 4 or more"),
     ],
 )

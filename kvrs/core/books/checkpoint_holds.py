@@ -21,7 +21,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import STORE, AgentInfo, AgentReport, Role
 
 # Reasons why an agent has no checkpoint of a stream.
-_GONE = "keeps nothing of it any more"
+_GONE = "has dropped the pages of the stream"
 _NO_ROOM = "has no room"
 _DOWN = "is down"
 
@@ -155,14 +155,14 @@ class CheckpointHolds:
         if self._mode is BackupMode.OFF and (there is None or not there.in_store):
             return self._why_none
         if plan is None or there is None:
-            return "no instance was found for it yet"
+            return "no instance was found for the stream yet"
         if any(kept.values()) or (kept and (there.checkpoints or there.rows)):
             return None
         if kept:
             return f"no agent keeps KV of {plan.decode}"
         if live.copies:
             return "; ".join(f"{agent} {copy.lost}" for agent, copy in live.copies.items())
-        return unplaced.get(live.id, "no agent was found for it")
+        return unplaced.get(live.id, "no agent was found for the stream")
 
     def are_missing(self, known: Member) -> bool:
         """Return whether the instance decodes and sends no pages to any agent, although backup is

@@ -335,7 +335,7 @@ class Stream:
         self.prompt_tokens, self.produced_tokens = event.prompt_tokens, event.produced_tokens
         self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True
         self.first_token_sent = event.produced_tokens > 0
-        self.recovery.note_failure("it came from another proxy", None, now_s)
+        self.recovery.note_failure("the stream came from another proxy", None, now_s)
 
     @property
     def is_fresh(self) -> bool:
@@ -395,12 +395,10 @@ class Stream:
             ends_s = self.arrived_s + deadlines.end_to_end_s
             reserved_s = self._reserved_s(ends_s)
             if due == ends_s - reserved_s:
-                rest = (
-                    f", {reserved_s:.1f} s of them for the rest of its output" if reserved_s else ""
-                )
+                rest = f", with {reserved_s:.1f} s for the rest of the output" if reserved_s else ""
                 return f"{deadlines.end_to_end_s:g} s in all{rest}"
         if not self.first_token_sent:
-            return f"{deadlines.ttft_s:g} s to its first token"
+            return f"{deadlines.ttft_s:g} s to the first token"
         return f"a pause of {deadlines.recovery_gap_s:g} s"
 
     def bars(self, member: Member) -> bool:

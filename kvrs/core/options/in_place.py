@@ -73,13 +73,13 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     assert reforming is not None, estimate
     ready_s = max(0.0, reforming.ready_s - case.state.view.now_s)
     yield Term("re-form", ready_s, f"until the {estimate.target} serves again")
-    yield Term("step", reforming.step_s, "of decoding with the ranks that are left")
+    yield Term("step", reforming.step_s, "of decoding with the remaining ranks")
     ahead_s = estimate.queue_s - ready_s - reforming.step_s
-    yield Term("ahead", ahead_s, "lost cells of the streams before it")
+    yield Term("ahead", ahead_s, "lost cells of the streams before this stream")
     pages, held = reforming.pages_of(case.stream.id)
-    what = f"lost cells of {held:,} of its pages, and {pages - held:,} pages computed"
+    what = f"lost cells of {held:,} fetched pages, and {pages - held:,} computed pages"
     yield Term("restore", estimate.transfer_s, what)
-    yield Term("rest", estimate.compute_s, "what the attempt had still to do")
+    yield Term("rest", estimate.compute_s, "rest of the attempt's own work")
 
 
 IN_PLACE = RecoveryOption(Option.IN_PLACE, estimate, plan, terms, fetches=False)

@@ -93,7 +93,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     tokens = f"{case.history_tokens:,} tokens"
     if estimate.source is None:
         yield Term(
-            "queue", estimate.queue_s, f"before the {estimate.target}, which computes it itself"
+            "queue", estimate.queue_s, f"before the {estimate.target}, which computes the history"
         )
         yield Term("prefill", estimate.compute_s, tokens)
         return

@@ -180,7 +180,7 @@ class StageConnection:
             except PeerRefusedError as error:
                 raise KvrsError(
                     f"{where}: {error}; allowed: the same secret, model, engine settings and "
-                    f"stages at both"
+                    f"stages at both ends"
                 ) from None
             except StageRefusedError as error:
                 raise KvrsError(f"{where}: {error}") from None
@@ -297,7 +297,7 @@ class StageConnection:
             self._lost(self._ranks, f"has not answered for {silent_s:.1f} s")
         except TransferError as error:
             self._lost(self._ranks, f"{self._at.lost}: {error}")
-        assert self.error is not None, "it was lost now, or before"
+        assert self.error is not None, "the session is lost"
         raise self.error
 
     async def _answered(
@@ -338,12 +338,12 @@ class StageConnection:
 
     async def lose_device(self, rank: int, bases: Sequence[int]) -> dict[int, frozenset[Cell]]:
         answer, _ = await self._ask(EndRank(*self._session, rank, list(bases)), None)
-        assert isinstance(answer, CellsLost), "it was asked for"
+        assert isinstance(answer, CellsLost), "the answer fits the order"
         return {base: frozenset(cells) for base, cells in answer.cells.items()}
 
     async def move(self, rank: int, *, leaves: bool) -> str | None:
         answer, _ = await self._ask(MoveRank(*self._session, rank, leaves), None)
-        assert isinstance(answer, RankMoved), "it was asked for"
+        assert isinstance(answer, RankMoved), "the answer fits the order"
         return answer.refused
 
     async def answer(self, order: OwnerAnswer) -> None:

@@ -141,7 +141,7 @@ class RankFormation:
             for rank in stuck:
                 log.error("a rank hangs in a batch", extra={"rank": rank, "limit_s": limit_s})
                 self._seats[rank].kill()
-            raise RanksLostError(stuck, f"has come no further in a batch for {limit_s:.1f} s")
+            raise RanksLostError(stuck, f"has made no progress in a batch for {limit_s:.1f} s")
 
 
 Predict = Callable[[Sequence[Chunk]], float]

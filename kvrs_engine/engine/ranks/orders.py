@@ -264,7 +264,7 @@ class StageOrders:
                 if not pages or not _are_distinct(pages, last) or len(order.tags) > len(pages):
                     raise StageRefusedError(
                         f"a loan of {len(pages)} pages {pages[:8]} with {len(order.tags)} tags; "
-                        f"allowed: each of 0 to {last} once, and a tag for each at most"
+                        f"allowed: each of 0 to {last} once, and at most one tag for each"
                     )
                 _check_copies(order, last)
                 try:
@@ -296,8 +296,8 @@ def _check_copies(order: LendPages, last: int) -> None:
     for source, target in order.copies:
         if not 0 <= source <= last or source in order.pages or target not in order.pages:
             raise StageRefusedError(
-                f"a copy of page {source} into {target}; allowed: of 0 to {last} that is not "
-                f"lent, into one that is"
+                f"a copy of page {source} into {target}; allowed: from an unlent page of "
+                f"0 to {last}, into a lent page"
             )
 
 

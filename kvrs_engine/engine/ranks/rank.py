@@ -191,22 +191,22 @@ class _Rank:
                 self._loaded = yielding(load, LOAD_NICE) if order.yields else load()
                 self._answer(self._loaded.answer)
             case FetchUnits():
-                assert self._loaded is not None, "what is no unit is loaded first"
+                assert self._loaded is not None, "the common weights are loaded first"
                 memories = [_bytes_of(map_file(file)) for file in self._descriptors()]
                 self._loaded.fetching = order.epoch
                 self._mover.submit(self._fetch, self._loaded, order, memories)
             case Attach():
-                assert self._loaded is not None, "what is no unit is loaded first"
+                assert self._loaded is not None, "the common weights are loaded first"
                 (memory,) = (_bytes_of(map_file(file)) for file in self._descriptors())
                 self._loaded.attach(order, memory)
             case Join():
                 (file,) = self._descriptors()
-                assert self._loaded is not None, "weights are there first"
+                assert self._loaded is not None, "the weights are loaded first"
                 self._epoch = self._loaded.fetching = order.epoch
                 self._worker = self._loaded.worker(order, map_file(file))
                 self._answer(Joined(order.epoch))
             case Settle():
-                assert self._loaded is not None, "weights are there first"
+                assert self._loaded is not None, "the weights are loaded first"
                 self._loaded.settle()
             case Compute():
                 self._compute(order)

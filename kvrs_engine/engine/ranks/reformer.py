@@ -53,7 +53,7 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
 
-_ENDED = "the ranks do not compute any more; allowed: while they serve"
+_ENDED = "the ranks no longer compute; allowed: while the ranks serve"
 
 
 class Reformer:

@@ -71,7 +71,7 @@ class PartsSender:
             if len(order.pages) not in (0, count) or not is_allowed:
                 raise StageRefusedError(
                     f"{len(order.pages)} pages {order.pages[:8]} for {count} tags; allowed: one of "
-                    f"0 to {last} for each, or none"
+                    f"0 to {last} for each tag, or none"
                 )
             session.check_pages(order.pages)
             await link.send(await self._bring(order))
@@ -89,7 +89,7 @@ class PartsSender:
             async with asyncio.timeout(limit_s), self._locks[order.to]:
                 return await self._bring_to(at, order)
         except TimeoutError:
-            return PartsRefused(f"{at.peer.instance}: it has not taken them for {limit_s:g} s")
+            return PartsRefused(f"{at.peer.instance}: no parts were taken for {limit_s:g} s")
         except (OSError, TransferError) as error:
             return PartsRefused(f"{at.peer.instance}: {error}")
 

@@ -201,7 +201,7 @@ class StageReturn:
         try:
             ready = await connection.open(float("inf"))
             if not self._has_same(ready):
-                raise KvrsError("the host has other weights than the one before")
+                raise KvrsError("the host has other weights than the previous host")
         except BaseException:
             await connection.close()
             raise

@@ -269,8 +269,8 @@ class StageSessions:
     async def _lend(self, head: Identity, begin: Begin) -> StageSession:
         if begin.loan is None:
             raise StageRefusedError(
-                f"instance {head.instance!r} asks for no loan; allowed: one of pages of "
-                f"{self._owner!r}, whose stage it is"
+                f"instance {head.instance!r} asks for no loan; allowed: a loan of pages "
+                f"of {self._owner!r}, the owner of the stage"
             )
         if (tags := len(begin.loan.tags)) > self._pages:
             raise StageRefusedError(
@@ -282,13 +282,13 @@ class StageSessions:
             if (before := self._loan) is not None and not before.is_over:
                 if before.head.instance != head.instance:
                     raise StageRefusedError(
-                        f"a loan to {head.instance!r}; allowed: one at a time, "
-                        f"{before.head.instance!r} has it"
+                        f"a loan to {head.instance!r}; allowed: one loan at a time, "
+                        f"{before.head.instance!r} has one"
                     )
                 await self.end_loan()
             if (owner := self._own) is None or owner.is_over:
                 raise StageRefusedError(
-                    f"a loan without a session of {self._owner!r}; allowed: while it has one"
+                    f"a loan without a session of {self._owner!r}; allowed: during a session"
                 )
             number = self._next()
             terms = await self._ask(owner, LoanAsked(number, head.instance, begin.loan))

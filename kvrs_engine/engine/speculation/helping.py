@@ -66,7 +66,7 @@ class DraftHelper:
             KvrsError: no instance wants drafts, or accepts drafts of this model.
         """
         if not await self._by_congestion():
-            raise KvrsError("no other instance wants any")
+            raise KvrsError("no other instance wants drafts")
         directory = Path(self._config.speculation.draft or "")
         worker = await self._loaded(directory)
         vocabulary = Vocabulary(load_tokenizer(directory), worker.vocab_size, worker.eos_token_ids)

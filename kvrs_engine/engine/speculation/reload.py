@@ -77,7 +77,7 @@ class Restart:
         pace = config.cluster.engine.pace
         self.reading = reading_of(model, engine.disk_bytes_per_s, pace, before)
         if self._helps and not self._draft_reading.is_shorter_than(self.reading):
-            self._skip("its weights are not fewer than those of the model")
+            self._skip("the draft model is not smaller than the model")
 
     # `loaded` and `over` run in the thread that loads.
 

@@ -263,7 +263,7 @@ def lender(group: Config, lender_hosts: None, owner_epoch: int) -> Iterator[Book
         (
             Begin(VERSION, StageChannel.BATCHES),
             5,
-            "instance 'd0' asks for no loan; allowed: one of",
+            "instance 'd0' asks for no loan; allowed: a loan of",
         ),
         (
             Begin(VERSION, StageChannel.PAGES, 1),
@@ -318,18 +318,18 @@ async def test_a_loan_for_a_million_tags_is_refused(group: Config, lender: Books
 @pytest.mark.parametrize(
     ("pages", "tags", "copies", "reason"),
     [
-        ([], 0, [], "a loan of 0 pages [] with 0 tags; allowed: each of 0 to 63 once, and a tag"),
+        ([], 0, [], "a loan of 0 pages [] with 0 tags; allowed: each of 0 to 63 once, and at"),
         ([7, 8, 7], 0, [], "a loan of 3 pages [7, 8, 7] with 0 tags; allowed: each of 0 to 63 onc"),
         ([63, 64], 0, [], "a loan of 2 pages [63, 64] with 0 tags; allowed: each of 0 to 63 once"),
-        ([7], 2, [], "a loan of 1 pages [7] with 2 tags; allowed: each of 0 to 63 once, and a tag"),
-        ([7], 1, [(64, 7)], "a copy of page 64 into 7; allowed: of 0 to 63 that is not lent, into"),
+        ([7], 2, [], "a loan of 1 pages [7] with 2 tags; allowed: each of 0 to 63 once, and at"),
+        ([7], 1, [(64, 7)], "a copy of page 64 into 7; allowed: from an unlent page of 0 to 63"),
         (
             [7, 8],
             1,
             [(8, 7)],
-            "a copy of page 8 into 7; allowed: of 0 to 63 that is not lent, into",
+            "a copy of page 8 into 7; allowed: from an unlent page of 0 to 63",
         ),
-        ([7], 1, [(8, 9)], "a copy of page 8 into 9; allowed: of 0 to 63 that is not lent, into"),
+        ([7], 1, [(8, 9)], "a copy of page 8 into 9; allowed: from an unlent page of 0 to 63"),
     ],
 )
 async def test_an_owner_lends_pages_of_its_own_each_once(
@@ -372,23 +372,23 @@ async def test_one_instance_borrows_at_a_time(group: Config, lender: Books) -> N
     third.stream.close()
 
     assert ready.pages == list(LENT)
-    assert answer == StageRefused("a loan to 'd2'; allowed: one at a time, 'd0' has it")
+    assert answer == StageRefused("a loan to 'd2'; allowed: one loan at a time, 'd0' has one")
     assert after.pages == list(LENT)
     assert [asked.borrower for asked in lender.asked] == [D0, "d2"]
     assert lender.over[0] == lender.asked[0].loan
 
 
 async def test_a_refusal_reaches_the_borrower(group: Config, lender: Books) -> None:
-    lender.refusal = "it is draining"
+    lender.refusal = "the instance is draining"
     link, answer = await opened(group, 20, LOAN, D0, D1)
     link.stream.close()
     lender.head.close()
     link, later = await opened(group, 20, LOAN, D0, D1)
     link.stream.close()
 
-    assert answer == StageRefused("it is draining")
+    assert answer == StageRefused("the instance is draining")
     assert isinstance(later, StageRefused)
-    assert "a loan without a session of 'd1'; allowed: while it has one" in later.reason
+    assert "a loan without a session of 'd1'; allowed: during a session" in later.reason
 
 
 @pytest.mark.parametrize(

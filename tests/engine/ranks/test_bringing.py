@@ -112,7 +112,7 @@ def test_a_host_has_given_up_when_pages_lose_their_pins() -> None:
 
     async def bring() -> World:
         world = World(0.9 * STALL_S)
-        with pytest.raises(PartsRefusedError, match="d1: it has not taken them for 6 s"):
+        with pytest.raises(PartsRefusedError, match="d1: no parts were taken for 6 s"):
             await world.bring()
         await world.end()
         return world

@@ -150,8 +150,8 @@ async def test_parts_come_into_the_pages_that_the_head_gives(group: Config, book
     assert await asked(link, StoreParts([2]), second) == PartsHeld([HELD])
     assert books.over == []
     assert await asked(link, StoreParts([0]), first) == PartsHeld([HELD + 3])
-    books.refusal = "it is draining"
-    assert await asked(link, offer_of(4)) == PartsRefused("it is draining")
+    books.refusal = "the instance is draining"
+    assert await asked(link, offer_of(4)) == PartsRefused("the instance is draining")
     link.stream.close()
 
     until(lambda: bool(books.over))
@@ -306,7 +306,7 @@ def bring(pages: list[int], count: int = 2, to: str = "d0", **more: int) -> Brin
     [
         (
             bring([LENT.start]),
-            f"1 pages [{LENT.start}] for 2 tags; allowed: one of 0 to 63 for each, or none",
+            f"1 pages [{LENT.start}] for 2 tags; allowed: one of 0 to 63 for each tag, or none",
         ),
         (bring([40, PAGES]), f"2 pages [40, {PAGES}] for 2 tags; allowed: one of 0 to 63"),
         (bring([], 1_000_000), "1000000 tags in 1 ranges; allowed: 64"),

@@ -454,7 +454,7 @@ async def leave(client: aiohttp.ClientSession, epoch: int, rank: int) -> None:
             refused = (await response.json())["refused"]
         if refused is None:
             return
-        assert f"allowed: while they are {ReformingPhase.SERVING}" in refused
+        assert f"allowed: while the ranks are {ReformingPhase.SERVING}" in refused
         await asyncio.sleep(0.01)
 
 

@@ -93,4 +93,4 @@ async def test_a_draft_that_no_instance_wants_is_not_loaded(pair: Path) -> None:
 
     reason = await skipped(instances_of(speculation, roles=roles, model=str(pair / "target")))
 
-    assert reason == "draft: no other instance wants any"
+    assert reason == "draft: no other instance wants drafts"

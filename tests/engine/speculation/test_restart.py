@@ -47,7 +47,7 @@ def test_only_a_further_start_is_announced(
 
 def test_a_draft_that_is_no_smaller_than_the_model_is_skipped(tmp_path: Path) -> None:
     restart = Restart(config(tmp_path, 1000, disk_bytes_per_s=1e6), D1, 2, SECRET)
-    assert restart.skipped == "draft: its weights are not fewer than those of the model"
+    assert restart.skipped == "draft: the draft model is not smaller than the model"
     assert restart.now().state is ReloadState.LOADING
     assert restart.now().ready_in_s == pytest.approx(0.001), "it is not waited for"
 

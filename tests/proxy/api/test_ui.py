@@ -61,7 +61,7 @@ def a_state(streams: int = 0, recoveries: int = 0, links: int = 0) -> dict[str, 
                 "stage": "decode",
                 "exact": True,
                 "protected": {"agent-n0": number % 2},
-                "unprotected": None if number % 2 else "no agent was found for it",
+                "unprotected": None if number % 2 else "no agent was found for the stream",
             }
             for number in range(streams)
         ],
@@ -95,7 +95,7 @@ def test_the_overview_counts_streams_and_what_can_be_restored() -> None:
         "by_stage": {"decode": 5},
         "inexact": 0,
         "restorable": {"streams": 2, "by_agent": {"agent-n0": 2}},
-        "why_not": {"no agent was found for it": 3},
+        "why_not": {"no agent was found for the stream": 3},
     }
     up, lost = view["instances"]
     assert up["facts"] == {

@@ -271,7 +271,9 @@ async def test_a_reservation_that_ran_out_is_no_protection(build: ProxyClusterBu
     await system.until(lambda: _protected(system, {agent.id: 2}))
 
     agent.forgotten.add(row["id"])
-    await system.until(lambda: _unprotected(system, f"{agent.id} keeps nothing of it any more"))
+    await system.until(
+        lambda: _unprotected(system, f"{agent.id} has dropped the pages of the stream")
+    )
     agent.forgotten.clear()
     agent.pages[row["id"]] = 1
     await system.until(lambda: _protected(system, {agent.id: 1}))
