@@ -138,7 +138,8 @@ class Situation:
         `start_s` is the time until the ranks can move units. `reads_gone`: a new process can read
         the memory of the ended one. `restores`: streams lose the cells of lost ranks.
         """
-        # Without a process, a rank's memory is unreadable unless the way or the memory allows it.
+        # The memory of a rank without a process is readable only if the way or the memory allows
+        # it.
         is_read = reads_gone or self.costs.kept_is_readable
         gone = self.dead if is_read else self.dead | self.absent
         moves = plan(

@@ -38,7 +38,7 @@ class PageSending(CheckpointSender, StepHook):
         """`released` is called when sent pages have lost their pins; a sequence may wait for
         them.
         """
-        # In a small pool, pin at most a quarter of the pages.
+        # Pin at most a quarter of a small pool.
         most = min(settings.staging_pages, max(1, pages.pages // 4))
         super().__init__(pages.page_size_tokens, holders, settings, most, clock, retry_most_s)
         self.pages = pages

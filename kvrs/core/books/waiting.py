@@ -192,7 +192,7 @@ class SlotBook:
         if len(book.held) > 1:
             book.is_counted = False
         elif not book.is_counted:
-            book.count()  # The last duration predicts those of later transfers.
+            book.count()  # The duration of the last transfer predicts later ones.
         del book.held[stream]
         if held.asked is not None:
             self.released(*held.asked)
