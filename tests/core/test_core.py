@@ -19,7 +19,7 @@ from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, Role
+from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, ModelNames, Role
 from kvrs_lab.sim.streams import Arrival, SimJournal, SimStream
 from tests.core.policy_harness import GEOMETRY, PREFILL, make_config
 
@@ -334,6 +334,16 @@ def test_an_adopted_stream_holds_what_is_still_there() -> None:
     assert (event.produced_tokens, event.age_s) == (2, 1.0)
 
 
+def test_a_role_that_was_never_up_may_have_any_name() -> None:
+    """Names that the instances of the other role serve are taken before it comes up."""
+    config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
+    instances, infos = Instances(config), Driver(names=ModelNames(("alias",))).control.instances
+
+    instances.accept(instances.known[D0], infos.known[D0].info)
+
+    assert set(instances.served_names()) == {"m", "alias"}
+
+
 def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
     """A decode instance that has its prompts computed elsewhere reads known tokens one a step: its
     own table says what that takes.
@@ -343,11 +353,9 @@ def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
     config = config.model_copy(update={"profiles": ProfileSettings(prefill=name)})
     instances, infos = Instances(config), Driver(own_prefill=True).control.instances.known
 
-    accepted = []
-    for instance in (P0, D0):
-        info = infos[instance].info
-        assert info is not None
-        accepted.append(instances.accept(instances.known[instance], info).prefill)
+    accepted = [
+        instances.accept(instances.known[each], infos[each].info).prefill for each in (P0, D0)
+    ]
 
     assert accepted == [catalog.prefill_table(name), None]
 

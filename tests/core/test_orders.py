@@ -27,6 +27,7 @@ def test_the_drain_of_an_instance_that_is_removed_does_not_end() -> None:
             obey(control, DrainOrder(D0, drain_s), 0.0)
         assert refused.value.status == 409
 
+    control.drains.end(D0, 0.0)
     assert moves_in_s(control) == 5.0
     assert ProxyDrains(control, lambda: 0.0).shown() == []
 

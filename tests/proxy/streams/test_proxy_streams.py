@@ -140,6 +140,7 @@ async def test_a_break_between_the_last_token_and_its_finish_loses_no_text(
     assert normal(await stream(system, **asked)) == normal(undisturbed)
     decodes = sum(len(system.instances[name].completions) for name in ("d0", "d1"))
     assert decodes == (2 if has_tokenizer else 3)
+    assert len((await system.state())["recoveries"]) == (0 if has_tokenizer else 1)
 
 
 async def test_events_of_several_tokens_are_counted_by_ids(build: ProxyClusterBuilder) -> None:
