@@ -4,10 +4,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from experiments import cmm
 from experiments.kept import kept
 from kvrs.profiles import catalog
-from kvrs_engine.elastic import on_demand, speed
+from kvrs_engine.elastic import cmm, on_demand, speed
 from kvrs_engine.elastic.layouts import hybrid, staged, uneven
 from kvrs_engine.elastic.plans import HOST
 from kvrs_engine.elastic.units import Units

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments import cmm
 from kvrs.config.engine import EngineSettings
 from kvrs.transfer.shared_memory.regions import Region
-from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import Layout, staged, uneven
 from kvrs_engine.elastic.plans import HOST, Move, plan
 from kvrs_engine.elastic.units import UnitKind, Units

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
-from experiments import cmm
 from experiments.model_shapes import SHAPES, ModelShape
-from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import uneven
 from kvrs_engine.elastic.plans import HOST, plan
 from kvrs_engine.elastic.units import UnitKind, Units

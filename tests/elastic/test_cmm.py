@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import cmm
-from experiments.cmm import Shard, Task, even_parts, least_reload_bytes, plan_interval
+from kvrs_engine.elastic import cmm
+from kvrs_engine.elastic.cmm import Shard, Task, even_parts, least_reload_bytes, plan_interval
 from kvrs_engine.elastic.plans import HOST, plan
 from kvrs_engine.elastic.units import UnitKind, Units
 from kvrs_testkit.examples import examples

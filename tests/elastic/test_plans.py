@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import cmm
 from experiments.sentinels.lost_kv import with_kv
 from kvrs.errors import LayoutError
-from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven, validate
 from kvrs_engine.elastic.moving import LinkRates, schedule
 from kvrs_engine.elastic.placing import cyclic, least_loaded, mended
