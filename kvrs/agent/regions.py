@@ -179,7 +179,7 @@ def changed(before: Sequence[int], after: Sequence[int]) -> Iterator[int]:
 def _check(info: RegionInfo, memory: int, ledger: LedgerView) -> None:
     found = os.fstat(memory)
     if not stat.S_ISREG(found.st_mode):
-        raise TransferError("region: it is no file of memory")
+        raise TransferError("region: not a file in memory")
     if (ledger.rows, ledger.row_bytes) != (info.rows, info.row_bytes):
         raise TransferError(
             f"region: {info.rows} rows of {info.row_bytes} bytes, its ledger has {ledger.rows} "
@@ -188,7 +188,7 @@ def _check(info: RegionInfo, memory: int, ledger: LedgerView) -> None:
     if found.st_size != (size := info.rows * info.row_bytes):
         raise TransferError(f"region: {found.st_size} bytes; allowed: {size}")
     if fcntl.fcntl(memory, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
-        raise TransferError("region: its descriptor can write; allowed: one for reading")
+        raise TransferError("region: writable; allowed: a descriptor for reading")
 
 
 class Regions:

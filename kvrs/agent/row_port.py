@@ -187,7 +187,7 @@ class _Questions:
                 self._is_copy = True
                 self._send_protected()
             case _:
-                raise TransferError(f"row port: {head.frame.name} is no question")
+                raise TransferError(f"row port: {head.frame.name} is not a question")
 
     def _body(self, head: RowHead) -> bytes:
         return self._stream.receive_exactly(head.body_bytes)

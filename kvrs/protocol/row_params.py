@@ -55,9 +55,9 @@ def unseal(value: object, keys: Sequence[bytes], now_s: float) -> list[str]:
         macs = [_mac(params.agents, params.made_s, key) for key in keys]
         mac = params.mac.encode()
     except (msgspec.ValidationError, UnicodeEncodeError):
-        raise RequestError("it is not as a proxy makes it") from None
+        raise RequestError("it is malformed") from None
     if not any(hmac.compare_digest(mac, each.encode()) for each in macs):
-        raise RequestError("its mac is under no secret of this cluster")
+        raise RequestError("its mac matches no secret of this cluster")
     if abs(now_s - params.made_s) > GOOD_S:
         raise RequestError(f"it was made more than {GOOD_S:g} s before or after this clock")
     return params.agents

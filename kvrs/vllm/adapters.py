@@ -38,7 +38,7 @@ class LoraAdapter:
                 return
             try:
                 if not self._directory.is_dir():
-                    raise KvrsError(f"{self._directory} is no directory; allowed: the adapter's")
+                    raise KvrsError(f"{self._directory} is not a directory")
                 found = sorted(self._directory.rglob("*"))
                 self._paths = [*files.on_the_way(self._directory), *found]
                 signature = files.signature_of(self._paths)

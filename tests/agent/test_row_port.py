@@ -204,7 +204,7 @@ def test_a_client_of_another_secret_is_refused(agent: RowAgent) -> None:
             "rows of 0 bytes",
         ),
         (rows.encode(RowFrame.REGION, body=b"{}"), "REGION with 0 descriptors"),
-        (rows.encode(RowFrame.HELD), "HELD is no question"),
+        (rows.encode(RowFrame.HELD), "HELD is not a question"),
         (b"KR" + b"\x63" + bytes(13), "frame b'KR' 99"),
         (b"KR" + bytes([RowFrame.LOOKUP, 36]) + b"\x7f" * 4 + bytes(8), "LOOKUP with"),
         (b"KR" + bytes([RowFrame.SPACE, 0]) + bytes(4) + b"\x7f" * 8, "SPACE of"),

@@ -51,8 +51,8 @@ def test_params_that_no_proxy_made_name_none_and_are_told_once(
 
     said = "kv_transfer_params.kvrs of a request is ignored: "
     assert [each.getMessage() for each in caplog.records] == [
-        said + "it is not as a proxy makes it",
-        said + "its mac is under no secret of this cluster",
+        said + "it is malformed",
+        said + "its mac matches no secret of this cluster",
         said + "it was made more than 900 s before or after this clock",
     ]
 

@@ -137,7 +137,7 @@ def _prefilled(body: bytes) -> Prefilled:
             found = bytes(choice.prompt_token_ids)
         prompt_ids = decode(b"[]" if found in _ABSENT else found)
     except UNREADABLE as error:
-        raise UnusableError(f"prefill answered what is no completion: {error}") from None
+        raise UnusableError(f"the answer of prefill is not a completion: {error}") from None
     if not prompt_ids:
         raise UnusableError(
             "prefill answered without prompt_token_ids: its version does not support "

@@ -43,7 +43,7 @@ class PrefillLeg:
             try:
                 event = CHUNK.decode(payload)
             except UNREADABLE:
-                raise UpstreamError("prefill sent an event that is no completion") from None
+                raise UpstreamError("prefill sent an event that is not a completion") from None
             if event.error is not None:
                 raise UpstreamError("prefill sent an error event")
             if event.usage is not None:

@@ -101,7 +101,7 @@ class VllmMetrics:
         for labels in self._labels("vllm:cache_config_info"):
             return labels
         raise UnusableError(
-            "it is no vLLM that this adapter supports: its /metrics lack vllm:cache_config_info"
+            "it is not a vLLM that this adapter supports: its /metrics lack vllm:cache_config_info"
         )
 
     @property
@@ -228,7 +228,7 @@ class VllmMetrics:
         values = list(self._values(name))
         if not values:
             raise UnusableError(
-                f"it is no vLLM that this adapter supports: its /metrics lack {name}"
+                f"it is not a vLLM that this adapter supports: its /metrics lack {name}"
             )
         return sum(values)
 

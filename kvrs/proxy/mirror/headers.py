@@ -69,7 +69,7 @@ def parse_resume_headers(
     value = headers[LAST_EVENT]
     if (found := _EVENT.fullmatch(value)) is None or not parsed.request.stream:
         raise RequestError(
-            "it is no position in a stream; allowed: the id of an event, of a request that streams",
+            f"{LAST_EVENT} is not a position in a stream; allowed: the id of a streamed event",
             param=LAST_EVENT,
         )
     return ResumeRequest(keys, digest, StreamId(found[1]), int(found[2]), secret.mark)

@@ -247,7 +247,7 @@ class AttemptCalls:
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.parsed.tokenised(answer.prompt_ids)
         elif plan.replays and answer.prompt_ids != journal.prompt:
-            raise UpstreamError("renders another prompt than that of the stream")
+            raise UpstreamError("rendered another prompt")
         if journal.cached_tokens is None and not journal.output_ids:
             journal.cached_tokens = answer.cached_tokens
         return answer

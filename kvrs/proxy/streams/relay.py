@@ -384,7 +384,7 @@ class Relay(AnswerReader):
             for part, characters in parsed_parts(choice):
                 journal.parsed_sent[part] += characters
         except UNREADABLE:
-            raise UpstreamError("sent a tool call that is none") from None
+            raise UpstreamError("sent a malformed tool call") from None
 
     def _own_event(self, piece: Piece, received: ReceivedChoice | None = None) -> bytes:
         journal = self._journal

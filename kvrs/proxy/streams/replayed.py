@@ -39,7 +39,7 @@ class ReplayedOutput:
         ids = choice.token_ids or []
         again = min(len(ids), len(self._known) - self._at)
         if ids[:again] != self._known[self._at : self._at + again].tolist():
-            raise UpstreamError(f"replayed other tokens than are known, from {self._at} on")
+            raise UpstreamError(f"replayed other tokens from token {self._at} on")
         self._at += again
         if choice.finish_reason is not None and self._at < len(self._known):
             raise UpstreamError(f"ended its replay at {self._at} of {len(self._known)} tokens")
@@ -58,7 +58,7 @@ class ReplayedOutput:
     def _check_prompt(self, data: bytes) -> None:
         """Check the prompt: a template that contains the time of day renders another one."""
         if PROMPT_TOKEN_IDS in data and prompt_ids_of(data) != self._journal.prompt_ids:
-            raise UpstreamError("renders another prompt than that of the stream")
+            raise UpstreamError("rendered another prompt")
 
     def _cut(self, choice: dict[str, Any], again: int) -> None:
         """Remove from a decoded choice the first `again` ids and the repeated characters."""

@@ -114,7 +114,7 @@ class WholeAnswer(AnswerReader):
             choice, fields = _CHOICE.decode(answer.choices[0]), _FIELDS.decode(answer.choices[0])
             self._note(answer, choice)
         except UNREADABLE as error:
-            raise UpstreamError(f"answered what is no completion: {error}") from None
+            raise UpstreamError(f"the answer is not a completion: {error}") from None
         fields.pop("index", None)
         if not journal.wants_ids:
             fields.pop("token_ids", None)

@@ -96,7 +96,7 @@ def check_events(payloads: Sequence[bytes]) -> None:
         try:
             event = CHUNK.decode(data)
         except UNREADABLE as error:
-            raise UpstreamError(f"sent an event that is no completion: {error}") from None
+            raise UpstreamError(f"sent an event that is not a completion: {error}") from None
         if event.error is not None:
             raise UpstreamError("sent an error event")
         for choice in event.choices or ():

@@ -119,7 +119,7 @@ def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
     try:
         address = found.get(timeout=max(0.0, timeout_s))
     except queue.Empty:
-        raise TimeoutError(f"{host} is not looked up in time") from None
+        raise TimeoutError(f"no address of {host} in time") from None
     if isinstance(address, OSError):
         raise address
     connection = socket.create_connection(address[:2], max(0.001, timeout_s))

@@ -265,11 +265,11 @@ async def test_an_answer_that_cannot_be_read_is_named(answer: bytes) -> None:
         with pytest.raises(UpstreamError, match="unexpected report"):
             async with peer.watch("/x", 1.0, _Anything) as reports:
                 await anext(reports)
-        with pytest.raises(UpstreamError, match="no completion"):
+        with pytest.raises(UpstreamError, match="not a completion"):
             await peer.prefill(Call("/x", {}))
     with pytest.raises(UpstreamError, match="cannot be used"):
         checked(answer, 3, 16)
-    with pytest.raises(UpstreamError, match="no completion"):
+    with pytest.raises(UpstreamError, match="not a completion"):
         _check_probe([answer])
 
 

@@ -113,7 +113,7 @@ async def test_what_a_server_is_told_is_right_at_no_other(vllms: Builder) -> Non
     await cut_in_mid_stream(system)
 
     params = system.servers["d1"].bodies[-1]["kv_transfer_params"]["kvrs"]
-    with pytest.raises(RequestError, match="its mac is under no secret"):
+    with pytest.raises(RequestError, match="its mac matches no secret"):
         unseal(params, [params_key(SECRET, InstanceId("d0"))], time.time())
 
 

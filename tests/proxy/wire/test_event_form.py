@@ -319,7 +319,7 @@ def test_the_probe_takes_every_form_that_is_passed_on(form: Form) -> None:
         (lambda events: [*events[:3], events[-1]], "without a finish reason"),
         (lambda events: [{"choices": each["choices"]} for each in events], "without choices"),
         (lambda events: [*events, {"error": {"message": "no"}}], "error event"),
-        (lambda events: [*events, {"choices": 3}], "no completion"),
+        (lambda events: [*events, {"choices": 3}], "not a completion"),
     ],
 )
 def test_the_probe_refuses_what_a_relay_could_not_pass_on(
