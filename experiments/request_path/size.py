@@ -13,12 +13,12 @@ counted by the program of then, in a checkout of its own.
 """
 
 import ast
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
+import aiohttp
 import typer
-from prometheus_client import generate_latest
 from typer.main import get_command
 
 from experiments.command_line import parser_of
@@ -37,9 +37,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, parse_config
 from kvrs.config.first_file import first_file
 from kvrs.config.settings import Settings, parse_yaml
-from kvrs.proxy.api.observing import RequestObserver
-from kvrs.proxy.api.tenants import Tenants
-from kvrs.proxy.process.parts import metrics_of
+from kvrs.proxy.server import Proxy
 
 BEFORE = "f178affe"  # The packages were parted, and nothing was removed yet.
 # What each package may import of the others.
@@ -316,13 +314,20 @@ def _options(context: Any, command: Any) -> Iterator[str]:
 
 
 def families_before_vllm() -> list[str]:
-    """The metric families of a proxy with the first file for vLLM, without a report of any."""
-    config = parse_config(parse_yaml(first_file(Backend.VLLM)))
-    registry = metrics_of(config).registry
-    tenants = Tenants(config, [], time.monotonic)
-    RequestObserver(registry, time.monotonic, tenants, logs_access=False)
-    text = generate_latest(registry).decode()
-    return [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+    """The metric families of a proxy with the first file for vLLM, before any server answers."""
+    return [line.split()[2] for line in asyncio.run(_scraped()) if line.startswith("# TYPE ")]
+
+
+async def _scraped() -> list[str]:
+    written = parse_yaml(first_file(Backend.VLLM))
+    proxy = Proxy(parse_config(written | {"proxy": {"port": 0, "admin_port": 0}}), bytes(32))
+    await proxy.start()
+    try:
+        url = f"http://127.0.0.1:{proxy.admin_port}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return (await response.text()).splitlines()
+    finally:
+        await proxy.close()
 
 
 def of_users() -> dict[str, int]:
