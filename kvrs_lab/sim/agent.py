@@ -1,4 +1,4 @@
-"""The agent of a simulated node: the book of its checkpoint store, and what lies in the slots."""
+"""The agent of a simulated node: its checkpoint book and the contents of its slots."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs_lab.sim.process import require
 from kvrs_lab.sim.site import LATENCY_S, OpenedPages, PageRequest, SimKeeper, Site
 
-LOOK_S = 0.25  # How late the end of a lease may be noticed.
+LOOK_S = 0.25  # Longest delay until the end of a lease is noticed.
 
 
 @dataclass(slots=True, eq=False)
@@ -31,16 +31,16 @@ class SimAgent(SimKeeper):
         self._site = site
         self._page_bytes = site.geometry.page_bytes
         self._lease_s = site.config.transfer.lease_s
-        # What a restarted agent adopts, by slot: what is in it, and the number of the page that has
-        # come whole into it, the one that came first being first; 0: none has.
+        # A restarted agent adopts pages in the order of their arrival. `_contents` and `_arrivals`
+        # are indexed by slot: the tag, and the arrival number of its whole page (0: no whole page).
         self._contents: list[Tag] = []
         self._arrivals = array("I")
         self._whole_pages = self._arrived_pages = 0
         self._watchers: list[Changes] = []
         self.book = CheckpointBook(0)
         self.slots = SlotTable(site.config.policy.slots_max)
-        self._connections = 0  # That read or write pages.
-        self.slot_ended: Callable[[SlotRequest], None] = lambda asked: None  # Without its proxy.
+        self._connections = 0  # Connections that read or write pages.
+        self.slot_ended: Callable[[SlotRequest], None] = lambda asked: None  # Set by the cluster.
 
     def start(self) -> None:
         super().start()
@@ -53,10 +53,10 @@ class SimAgent(SimKeeper):
         self._look_at_slots()
 
     def lose_memory(self) -> None:
-        """The node is gone, and its shared memory with it."""
+        """Clear the shared memory, which is lost with the node."""
         self._contents, self._arrivals, self._whole_pages = [], array("I"), 0
 
-    # What instances ask.
+    # Calls of instances.
 
     def offer(
         self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
@@ -113,7 +113,7 @@ class SimAgent(SimKeeper):
             [self._contents[slot] if self._is_whole(slot) else None for slot in slots], False, close
         )
 
-    # What proxies ask.
+    # Calls of proxies.
 
     def renew(self, streams: Iterable[StreamId]) -> list[StreamId]:
         self._expire()
@@ -158,7 +158,7 @@ class SimAgent(SimKeeper):
         return changes
 
     def report(self, changes: Changes) -> AgentReport:
-        """The report of the changes for this proxy."""
+        """Build the report of the changes since the last report to this proxy."""
         self._expire()
         pages = {stream: self.book.held(stream) for stream in changes.streams}
         denied = list(changes.denied)
@@ -173,7 +173,7 @@ class SimAgent(SimKeeper):
         )
 
     def check_at_rest(self) -> None:
-        """No stream is left, so nothing is reserved, written or read."""
+        """Check, after the last stream, that nothing is reserved, written or read."""
         self._expire()
         self.book.check()
         require(not self._connections, f"{self.id} still reads or writes pages")

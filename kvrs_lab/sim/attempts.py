@@ -1,4 +1,4 @@
-"""The calls of one attempt at a stream of a simulated proxy, which `kvrs.core.attempt` decides."""
+"""The calls of one attempt at a stream of a simulated proxy. `kvrs.core.attempt` decides them."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from kvrs_lab.sim.streams import SimStream
 
 _NOT_CONNECTED = "refused"
 _SILENT = "silent"
-# What a broken call says of its instance, as `kvrs/proxy/backends/pd.py` reads it; any other cause
-# is a lost connection.
+# The meaning of a call's error, as in `kvrs/proxy/backends/pd.py`. Every other error is a lost
+# connection.
 _FAULTS = {
     "HTTP 404": CallFault.REFUSED,
     "HTTP 500": CallFault.WRONG,
@@ -53,24 +53,24 @@ class AttemptHost(Asker, Protocol):
     @property
     def now_s(self) -> float: ...
     def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
-        """Do this later, unless the proxy has died by then."""
+        """Run the step after a delay, unless the proxy has died by then."""
 
     def engine(self, name: InstanceId) -> SimEngine: ...
     def late_news_s(self) -> float | None:
-        """How much later it is noticed once more that a connection is closed; None: it is not."""
+        """Draw the delay of a second notice that a connection is closed; None: no second notice."""
 
     def resumed(self, live: SimStream) -> None: ...
 
 
 class Connection:
-    """One call of an attempt. What the engine sends on it arrives later, and in order."""
+    """One call of an attempt. Messages of the engine arrive late, and in order."""
 
     def __init__(self, attempt: "SimAttempt", engine: SimEngine) -> None:
         self.attempt = attempt
         self.asker: Asker = attempt.host
         self._engine = engine
-        self.arrival_s = self._sent_s = 0.0  # Of the last message each way.
-        self._joined_at = 0  # The first step of a flow.
+        self.arrival_s = self._sent_s = 0.0  # Last message to the proxy, to the engine.
+        self._joined_at = 0  # First step of the flow.
         self._is_open = True
         self._part: FlowPart | None = None
 
@@ -104,7 +104,7 @@ class Connection:
         self._later(lambda: self.attempt.broke(self._engine.id, cause))
 
     def close(self) -> None:
-        """The engine notices a moment later, or when it wakes."""
+        """Close the connection; the engine notices a moment later, or when it wakes."""
         if not self._is_open:
             return
         self._is_open = False
@@ -114,7 +114,7 @@ class Connection:
             host.after(late_s, lambda: attempt.broke(engine.id, "closed"))
 
     def send(self, step: Step, refused: Step | None = None) -> None:
-        """To the engine, in order."""
+        """Send a message to the engine; messages arrive in order."""
         host, engine = self.attempt.host, self._engine
         self._sent_s = max(self._sent_s + IN_ORDER_S, host.arrives_s(engine.id))
         engine.call(self._sent_s - host.now_s, step, refused)
@@ -124,11 +124,11 @@ class Connection:
         host.after(self._arrives_s() - host.now_s, step)
 
     def _arrives_s(self) -> float:
-        """When the next message reaches the proxy."""
+        """Time when the next message reaches the proxy."""
         return self.in_order_s(self.attempt.host.arrives_s(self._engine.id))
 
     def in_order_s(self, at_s: float) -> float:
-        """When a message arrives that would alone at this time, behind those before it."""
+        """Delay an arrival at `at_s` until after the earlier messages; return its time."""
         if at_s <= (next_s := self.arrival_s + IN_ORDER_S):
             at_s = next_s
         self.arrival_s = at_s
@@ -136,7 +136,7 @@ class Connection:
 
 
 class SimAttempt:
-    """It passes late news of itself on to the policy, on purpose: the policy must ignore it."""
+    """One attempt. Its late news goes to the policy on purpose: the policy must ignore it."""
 
     def __init__(self, host: AttemptHost, live: SimStream, plan: act.Plan) -> None:
         self.host = host
@@ -145,16 +145,16 @@ class SimAttempt:
         self._control = host.control
         self._attempt = Attempt(host.control, live, plan)
         self._connection: Connection | None = None
-        self._asking: asyncio.Task[None] | None = None  # For a slot.
+        self._asking: asyncio.Task[None] | None = None  # Request for a slot.
         self._is_open = True
         self._is_decoding = False
         self._is_expected = False
         self._silence = SilenceTimer(host.now_s)
-        # Where its output begins.
+        # First token of the output.
         prompt_tokens = len(live.arrival.prompt_ids)
         self._first_token = first_token(live.id) + TOKEN_STRIDE * prompt_tokens
         self._max_tokens = live.arrival.max_tokens
-        # Of the instance of its last call.
+        # Progress of the instance of the last call.
         self._delivered = host.control.progress.delivered[plan.decode]
 
     def begin(self) -> None:
@@ -169,7 +169,7 @@ class SimAttempt:
         self._is_expected = True
 
     def takes_from(self, connection: Connection) -> bool:
-        """Tokens of that call count."""
+        """Return whether the tokens of the connection count."""
         return self._is_open and self._is_decoding and self._connection is connection
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class SimAttempt:
             self._call(self._attempt.plan.decode, runs, slot_token=token)
 
     def _loads(self) -> tuple[PullSource, ...]:
-        """The source of what the instance that computes the prompt loads from an agent."""
+        """Sources of the pages that the prompt's instance loads from an agent."""
         if (load := self._attempt.plan.load) is None:
             return ()
         pages = range(load.pages)
@@ -287,7 +287,7 @@ class SimAttempt:
         self._decode(handed_over if has_own_prefill else ())
 
     def _first_token_came(self, name: InstanceId) -> bool:
-        """From the prefill instance, with its answer; True if it was the only one."""
+        """Take the first token from the prefill instance; return whether the output is complete."""
         live, now_s = self.live, self.host.now_s
         live.journal.append(token_at(live.id, len(live.arrival.prompt_ids)), now_s)
         self._delivered.last_s = now_s
@@ -296,7 +296,7 @@ class SimAttempt:
         return live.journal.finished
 
     def token(self, position: int, token: int, is_last: bool, now_s: float) -> None:
-        """Every position comes once, in order, and only from the current attempt."""
+        """Append a token; positions come once, in order, and only from the current attempt."""
         live = self.live
         if not self._is_open or not self._is_decoding:
             self.host.dropped_tokens += 1
@@ -304,7 +304,7 @@ class SimAttempt:
             self._late(late(live.id, self._attempt.number))
             return
         journal = live.journal
-        # Texts are made only for what is wrong: every token comes by here.
+        # Messages are formatted only for errors: every token passes here.
         if position != (have := len(journal.output_ids)):
             require(False, f"{live.id}: token {position} comes after {have} others")
         if token != (self._first_token + TOKEN_STRIDE * position) % VOCABULARY:
@@ -339,18 +339,18 @@ class SimAttempt:
         )
 
     def _late(self, event: ev.Event) -> None:
-        """Report what a proxy leaves out, if the stream has another attempt by now."""
+        """Report an event that a real proxy leaves out, if a later attempt has begun."""
         if self._attempt.number < self.live.journal.attempt and not self.live.outcome:
             self._control.tell(event, self.host.now_s)
 
     def _know_prompt(self) -> None:
-        """The answer has the ids of a prompt that came as text."""
+        """Set the prompt's ids, which the answer to a text prompt contains."""
         journal = self.live.journal
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.arrival.prompt_ids
 
     def _fail(self, cause: str) -> None:
-        """Report it a moment later, when the loss of the whole instance may be known."""
+        """Report the failure a moment later, when the loss of the whole instance may be known."""
         self.close()
         fault = _FAULTS.get(cause, CallFault.LOST)
 

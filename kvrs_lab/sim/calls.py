@@ -24,10 +24,10 @@ from kvrs_lab.sim.process import SimProcess, Step
 Batch = list[tuple[Sequence, Chunk]]
 
 VOCABULARY = 50_000
-TOKEN_STRIDE = 7919  # Has no divisor in common with it.
-# A stream's tokens are consecutive ones of this cycle, which is here twice.
+TOKEN_STRIDE = 7919  # Coprime to the vocabulary's size.
+# The cycle of tokens, twice: the tokens of a stream are consecutive in the cycle.
 _CYCLE = array("H", (TOKEN_STRIDE * place % VOCABULARY for place in range(VOCABULARY))) * 2
-_PLACES_APART = pow(TOKEN_STRIDE, -1, VOCABULARY)  # Of two tokens that differ by one.
+_PLACES_APART = pow(TOKEN_STRIDE, -1, VOCABULARY)  # Distance of two tokens that differ by 1.
 
 
 @lru_cache(maxsize=1 << 14)
@@ -36,29 +36,29 @@ def first_token(stream: StreamId) -> int:
 
 
 def token_at(stream: StreamId, position: int) -> int:
-    """The model's token at a position: every attempt gets the same, as with greedy decoding, and
-    no two positions of a stream have the same.
+    """The model's token at a position. Every attempt gets the same token, as with greedy decoding,
+    and two positions of a stream have different tokens.
     """
     return (first_token(stream) + TOKEN_STRIDE * position) % VOCABULARY
 
 
 def tokens_at(stream: StreamId, position: int, count: int) -> "array[int]":
-    """Those from a position on, at most a whole cycle."""
+    """The model's tokens from a position on, at most a whole cycle."""
     assert count <= VOCABULARY
     place = (first_token(stream) * _PLACES_APART + position) % VOCABULARY
     return _CYCLE[place : place + count]
 
 
 class Asker(Protocol):
-    """A proxy."""
+    """The proxy of a call."""
 
     def answered(
         self, instance: InstanceId, tokens: "list[Answer]", flow: TokenFlow | None
     ) -> None:
-        """Tokens of one batch of the instance are on their way, those of a flow among them."""
+        """Take the tokens of one batch of the instance, some of them in `flow`."""
 
     def arrives_s(self, name: InstanceId) -> float:
-        """When a message to or from the process arrives that is sent now."""
+        """Arrival time of a message that is sent now to or from the process."""
 
 
 class Reply(Protocol):
@@ -67,20 +67,20 @@ class Reply(Protocol):
     asker: Asker
 
     def new_flow(self) -> TokenFlow:
-        """One from this instance to this proxy."""
+        """Create a flow of tokens from this instance to this proxy."""
 
     def join(self, flow: TokenFlow) -> bool:
-        """Its tokens come by the flow from now on; False: they cannot."""
+        """Send the call's tokens by the flow from now on; False: impossible."""
 
     def leave(self) -> None:
-        """They come by themselves again."""
+        """Send the call's tokens one by one again."""
 
     def prefilled(self, history_tokens: int, cached_tokens: int) -> None: ...
 
     def broke(self, cause: str) -> None: ...
 
 
-# A token on its way to a proxy: the connection, position, token, and if it is the last.
+# A token on its way to a proxy: connection, position, token, and whether it is the last token.
 Answer = tuple[Any, int, int, bool]
 
 
@@ -98,7 +98,7 @@ class SimCall:
     places: tuple[act.Place, ...]
     reply: Reply
     slot_token: int = 0
-    is_poison: bool = False  # The decode instance ends when it works on it.
+    is_poison: bool = False  # The request ends its decode instance.
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class SimRun:
 
 
 def checkpoints_of(call: SimCall, page_size_tokens: int, page_bytes: int) -> list[CheckpointTarget]:
-    """The agents that get the call's pages, with room for all that it may come to."""
+    """The agents that get the call's pages, with room for the call's longest history."""
     need_bytes = (call.prompt_tokens + call.max_tokens) // page_size_tokens * page_bytes
     return [
         CheckpointTarget(place.holder, max(place.reserved_bytes, need_bytes))
@@ -126,18 +126,18 @@ class RankedEngine(SimProcess):
     backlog: CheckpointBacklog
     meter: LinkMeter
     runs: dict[Sequence, SimRun]
-    unverified: set[Sequence]  # Of them, those whose pages are looked at with their next chunk.
+    unverified: set[Sequence]  # Runs whose pages are checked with their next chunk.
     contents: list[Tag | None]
-    flights: list[Batch]  # Under way.
+    flights: list[Batch]  # Batches in flight.
     reporting: list[Step]
     given_up: Step | None  # Ends the process.
     draining: bool
 
     def report(self) -> None:
-        """Report at once."""
+        """Send a report to every proxy at once."""
         for report in list(self.reporting):
             report()
 
     @abstractmethod
     def look(self) -> None:
-        """Begin whatever can be begun."""
+        """Begin all work that can begin."""

@@ -1,5 +1,5 @@
-"""The case of a simulation: a configuration with its options, faults and arrivals, and the world
-that they make. What is wrong with them is found before anything runs.
+"""The case of a simulation: a configuration with options, faults and arrivals, and their world.
+Errors in the case are found before the simulation starts.
 """
 
 import os
@@ -35,8 +35,8 @@ from kvrs_lab.traces.mooncake import (
 VOCAB_SIZE = 50_000
 FIRST_ORDINARY_TOKEN = 4
 GENERATED_REQUESTS, GENERATED_PER_S = 100, 8.0
-# DistServe's prefill stage gives the first token to its client; the prefill of other engines
-# computes one as well, which the proxy leaves out.
+# DistServe's prefill stage gives the first token to its client. Other engines' prefill computes a
+# first token as well, which the proxy leaves out.
 _FIRST_TOKEN = {Backend.DISTSERVE: FirstToken.PREFILL}
 
 
@@ -47,21 +47,21 @@ class SimulateOptions:
     config: Path | None = None  # None: the cluster of the demo.
     trace: Path | None = None  # None: a generated one, scaled to `cluster.engine.max_model_len`.
     requests: int | None = None  # None: all of the trace, or 100 generated ones.
-    first_request: int = 0  # Of the trace.
+    first_request: int = 0  # Index in the trace.
     rate: float | None = None  # Requests per second. None: the trace's own, or 8.
     fault: Path | None = None
-    deaths: int = 0  # Or so many at random.
+    deaths: int = 0  # Number of random deaths.
     seed: int = 0
-    seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
-    jobs: int = 1  # Processes that simulate seeds.
+    seeds: int = 1  # Seeds from `seed` on, which draw the trace, the victims and every delay.
+    jobs: int = 1  # Processes that simulate seeds in parallel.
     proxies: int = 1
-    policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
+    policy: Sequence[PolicyName] = ()  # Run one after the other; empty: the configuration's.
     slo: Slo = Slo()  # noqa: RUF009 - frozen
     json: bool = False
 
 
 def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
-    """The configuration and the faults.
+    """Load the configuration and the faults.
 
     Raises:
         ConfigError, TraceError: an option or a file is wrong.
@@ -74,7 +74,7 @@ def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
 
 
 def under(config: Config, policy: PolicyName) -> Config:
-    """The configuration with another policy."""
+    """Replace the policy of the configuration."""
     return config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})})
 
 
@@ -111,7 +111,7 @@ def make_world(
 
 
 def faults_of(options: SimulateOptions, config: Config) -> list[Fault]:
-    """Raises ConfigError: a fault is none, or names what the configuration has not."""
+    """Load the faults. Raises ConfigError: a fault is wrong or has an unknown victim."""
     if options.fault is None:
         return []
     if options.deaths:
@@ -159,7 +159,7 @@ def _named(
 
 
 def _unknown(fault: Fault, config: Config) -> Iterator[str]:
-    """Victims that the cluster does not have: a role, or a rank or stage of an instance."""
+    """Messages about victims that the cluster lacks: a role, or a rank or stage of an instance."""
     whom, instances = fault.whom, [each for _, each in config.cluster.instances()]
     if whom.role is VictimRole.AGENT and not config.backup.at_agents:
         yield f"whom.role: got 'agent' with backup.mode {config.backup.mode.value!r}: none is there"
@@ -179,7 +179,7 @@ def _unknown(fault: Fault, config: Config) -> Iterator[str]:
 
 
 def arrivals_of(options: SimulateOptions, config: Config, seed: int) -> list[Arrival]:
-    """The requests of a seed.
+    """Build the requests of a seed.
 
     Raises:
         ConfigError, TraceError: an option or the trace is wrong.
@@ -216,7 +216,7 @@ def _source(options: SimulateOptions, longest: int, seed: int) -> Trace:
 
 
 def cut_requests(options: SimulateOptions, config: Config) -> tuple[int, int]:
-    """How many requests of the trace are longer than they may be, and how long that is."""
+    """The number of requests of the trace that are cut, and the longest length."""
     longest = config.cluster.engine.max_model_len // 2
     if options.trace is None:
         return 0, longest

@@ -1,4 +1,4 @@
-"""The checkpoint sender of a simulated instance is the product's; pages go over simulated links."""
+"""The product's checkpoint sender in a simulated instance. Pages go over simulated links."""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class SimCheckpointSender(CheckpointSender):
         self._stall_s = site.config.transfer.stall_timeout_s
 
     def learn_of(self, checkpoints: list[CheckpointTarget]) -> None:
-        """Serve holders from when pages are to be sent to them for the first time."""
+        """Start to serve each holder that gets pages for the first time."""
         for name in {each.agent: None for each in checkpoints if each.agent not in self.agents}:
             self.learn({name: Peer(name, self._site.holders[name].node, "simulated", 0)})
             self._loop.create_task(self.serve(name))
@@ -77,7 +77,7 @@ class SimCheckpointSender(CheckpointSender):
 
 
 class _Store:
-    """One batch on its way."""
+    """One batch of pages on its way."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Store:
         self._answers: asyncio.Future[list[HeldPages] | None] = loop.create_future()
 
     async def answered(self) -> list[HeldPages]:
-        """Raises TransferError."""
+        """Send the batch; return the answers. Raises TransferError."""
         self._holder.call(LATENCY_S, self._begin, partial(self._over, None))
         if (answers := await self._answers) is None:
             raise TransferError("not stored")
@@ -138,7 +138,7 @@ class _Store:
         answers: list[HeldPages] | None = None
         if self._holder.alive and self._holder.life == self._holder_life:
             answers = [self._holder.end(run) for run in self._runs]
-        # Whatever the error was, the agent has closed the connection: an offer tells what is there.
+        # The agent closes the connection on every error; the next offer tells what it has.
         self._over(answers if error is None else None)
 
     def _over(self, answers: list[HeldPages] | None) -> None:

@@ -1,4 +1,4 @@
-"""Clients of a simulated cluster as a replay records them: a record of each request."""
+"""Records of the clients of a simulated cluster, in the form of a replay's records."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,13 +10,13 @@ from kvrs_lab.traces.records import ErrorKind, StreamRecord
 
 
 def stream_of(number: int) -> StreamId:
-    """The id of the stream of request `number`."""
+    """The id of the stream of a request."""
     return StreamId(f"s{number}")
 
 
 def records_of(arrivals: Sequence[Arrival], proxies: Iterable[SimProxy]) -> list[StreamRecord]:
-    """A record per request, by number. The client of a stream that has moved to another proxy keeps
-    the tokens that it has.
+    """One record per request, by number. The client of a stream that moved to another proxy keeps
+    its tokens.
     """
     streams: dict[StreamId, SimStream] = {}
     for proxy in proxies:

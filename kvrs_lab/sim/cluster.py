@@ -29,9 +29,9 @@ from kvrs_lab.sim.recovering import SimDraftModel, SimHelper
 from kvrs_lab.sim.site import InstancePace, SimHolder, Site, StreamTally
 from kvrs_lab.sim.streams import SimJournal, SimStream
 
-PACE = "opt-13b-a100-distserve-tp1"  # Where the configuration names none.
+PACE = "opt-13b-a100-distserve-tp1"  # Default profile.
 POISONED = "a poisoned request"
-BETWEEN_PROXIES_S = 0.001  # A message from one to another.
+BETWEEN_PROXIES_S = 0.001  # Delay of a message.
 MOVED, CUT = "moved", "cut off with its proxy"  # Ends of streams whose proxy died.
 
 
@@ -42,8 +42,8 @@ class CarriedOutFault:
     death: str
     at_s: float
     whom: str
-    streams: int  # That counted on the victim.
-    instances: tuple[InstanceId, ...] = ()  # The victims; none: `whom` is one, or no instance.
+    streams: int  # Streams that depended on the victim.
+    instances: tuple[InstanceId, ...] = ()  # The victims; empty: only `whom`, or none.
 
 
 @dataclass(slots=True)
@@ -51,24 +51,24 @@ class Outcome:
     """The outcome of one simulated run."""
 
     ended: Counter[str] = field(default_factory=Counter)
-    given_up: Counter[str] = field(default_factory=Counter)  # By reason, with the message.
+    given_up: Counter[str] = field(default_factory=Counter)  # Streams by reason, with the message.
     recoveries: Counter[str] = field(default_factory=Counter)
-    events: Counter[str] = field(default_factory=Counter)  # By kind, of all policies.
+    events: Counter[str] = field(default_factory=Counter)  # Events of all policies, by kind.
     actions: Counter[str] = field(default_factory=Counter)
     recovered_streams: int = 0
     pauses_s: list[float] = field(default_factory=list)
     hits: list[CarriedOutFault] = field(default_factory=list)
     never_due: list[str] = field(default_factory=list)
-    dropped_tokens: int = 0  # Of attempts that were over.
-    slot_denials: int = 0  # By agents, because other proxies had the slots.
-    local_grants: int = 0  # Slots that a proxy granted itself: no agent could be asked.
-    adopted: int = 0  # Streams that went on at another proxy.
-    poison_deaths: Counter[StreamId] = field(default_factory=Counter)  # By poisoned request.
-    innocents_refused: int = 0  # Streams that were refused as poison, and had ended nothing.
-    innocents_lost: int = 0  # The same, for any reason, of those that were taken.
+    dropped_tokens: int = 0  # Tokens of attempts that were over.
+    slot_denials: int = 0  # Denials by agents because other proxies had the slots.
+    local_grants: int = 0  # Slots that a proxy granted to itself because no agent answered.
+    adopted: int = 0  # Streams that continued at another proxy.
+    poison_deaths: Counter[StreamId] = field(default_factory=Counter)  # Deaths by poisoned request.
+    innocents_refused: int = 0  # Streams that were refused as poison, but had ended nothing.
+    innocents_lost: int = 0  # Accepted streams, not poisoned, that were lost for any reason.
     tokens: int = 0
-    prompt_tokens: int = 0  # That prefill instances have answered for,
-    cached_tokens: int = 0  # and how many of them they found in their prefix caches.
+    prompt_tokens: int = 0  # Tokens of prompts that prefill instances have answered.
+    cached_tokens: int = 0  # Prompt tokens that were found in prefix caches.
     span_s: float = 0.0
     steps: int = 0
 
@@ -89,10 +89,10 @@ class SimCluster:
         draft_model: SimDraftModel | None = None,
         first_token: FirstToken = FirstToken.DECODE,
     ) -> None:
-        """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
-        it is back after exactly so long. `is_supervised`: a moment after a process has ended, the
-        proxies are told how. `draft_model`: an instance that is started again loads it first, and
-        makes drafts for another one (`speculation.source: draft`).
+        """Create the processes, without starting them. `stay_away` is the probability that a killed
+        process is away for 20 s or more. `reload_s` fixes the time away. `is_supervised`: the
+        proxies learn the cause a moment after a process ends. `draft_model`: a restarted instance
+        loads this model first, and drafts for another instance (`speculation.source: draft`).
         """
         self.rng = Random(seed)
         self._exits_rng = Random(f"{seed} exits") if is_supervised else None
@@ -135,12 +135,12 @@ class SimCluster:
         site.holders.update(self.agents)
         self._grants = Grants(config.policy.slots_max)
         self._keep_log = keep_log
-        self.proxies: list[SimProxy] = []  # Those that have died included.
+        self.proxies: list[SimProxy] = []  # Dead proxies included.
         self.serving = [self.new_proxy() for _ in range(proxies)]
         self._stay_away = stay_away
         self._reload_s, self.draft_model = reload_s, draft_model
         self.outcome = Outcome()
-        self.log: list[str] = []  # What happened to which process, for people and for comparison.
+        self.log: list[str] = []  # Events of processes, for people and for comparison.
 
     def begin(self) -> None:
         """Start all instances, agents and proxies."""
@@ -150,7 +150,7 @@ class SimCluster:
             proxy.begin()
 
     def close(self) -> None:
-        """End all tasks: the world is over."""
+        """End all tasks at the end of the world."""
         for proxy in self.proxies:
             proxy.time.end()
         for engine in self.engines.values():
@@ -166,16 +166,16 @@ class SimCluster:
 
     @property
     def holders(self) -> dict[InstanceId, SimHolder]:
-        """Instances and agents."""
+        """All instances and agents."""
         return self._site.holders
 
     @property
     def hosts(self) -> list[SimHost]:
-        """All that have a stage of an instance."""
+        """All hosts of stages."""
         return [host for each in self._site.hosts.values() for host in each]
 
     def host_of(self, name: InstanceId, stage: int) -> SimHost:
-        """The host that has the stage of the instance, or its own one where none has."""
+        """The host that has the stage of the instance, or else the instance's own host."""
         ranks = self.engines[name].ranks
         assert isinstance(ranks, SimPipeline)
         return ranks.host_of(stage)
@@ -209,8 +209,8 @@ class SimCluster:
         )
 
     def kill(self, holder: SimHolder, *, with_node: bool, is_external: bool = True) -> None:
-        """With its node nothing is left that would reset connections, and the node's memory is
-        lost.
+        """Kill a process. `with_node` also loses the node's memory, and no kernel resets
+        connections.
         """
         if isinstance(holder, SimEngine) and holder.alive and self._exits_rng is not None:
             exited = ev.InstanceExited(holder.id, holder.epoch, "it has ended", is_external)
@@ -243,8 +243,8 @@ class SimCluster:
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
 
     def _help(self, engine: SimEngine, model: SimDraftModel, back_s: float) -> float:
-        """Drafts, if another one wants any, until its own model is read: the way into its GPU is
-        the last part. Returns when it is back: the draft is read first.
+        """Let a restarted instance make drafts until its own model is read. Return the delay until
+        the instance is back, which includes the time to load the draft model.
         """
         helper = SimHelper(engine.id, self.engines, model, self.config, self.clock)
         if not helper.is_wanted:
@@ -278,7 +278,7 @@ class SimCluster:
         self.kill(engine, with_node=False, is_external=False)
 
     def _gossip_loss(self, finder: SimProxy, name: InstanceId, epoch: int) -> None:
-        """Gossip a loss that one proxy has found to the others."""
+        """Gossip a loss that one proxy has found to the other proxies."""
         if self._site.config.gossip.enabled:
             for proxy in self.running_proxies():
                 if proxy is not finder:
@@ -286,7 +286,7 @@ class SimCluster:
                     proxy.after(self.rng.uniform(0.02, 1.0), died)
 
     def _share(self, sender: SimProxy) -> None:
-        """Tell the other proxies what one has sent where, again and again."""
+        """Tell the other proxies at intervals what the sender has sent where."""
         sent = sender.control.policy.take_sent()
         for proxy in self.serving if sent else ():
             if proxy is not sender and proxy.is_alive:
@@ -302,7 +302,7 @@ class SimCluster:
 
 
 def hosts_of(config: Config, clock: Clock, model: PipelineModel) -> dict[InstanceId, list[SimHost]]:
-    """The hosts of each instance that has one for each stage."""
+    """The hosts of each instance that has a host for each stage."""
     return {
         instance.id: [
             SimHost(instance.id, stage, place.node, clock, model.load_s)
@@ -314,7 +314,7 @@ def hosts_of(config: Config, clock: Clock, model: PipelineModel) -> dict[Instanc
 
 
 def _complete(config: Config, proxies: int) -> Config:
-    """The configuration with what a simulated proxy needs of it: its peers."""
+    """Add the peers of a simulated proxy to the configuration."""
     peers = [PeerSettings(id=f"peer{n}", peer_port=n + 1) for n in range(proxies - 1)]
     return config.model_copy(
         update={
@@ -330,7 +330,7 @@ def holders_of(live: SimStream) -> list[InstanceId]:
 
 
 def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:
-    """The state of the stream at the proxy's mirror: the last tokens may be missing, and its
+    """The state of the stream at the proxy's mirror. The last tokens may be missing, and the
     holders may be out of date.
     """
     journal = live.journal

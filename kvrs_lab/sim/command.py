@@ -1,4 +1,4 @@
-"""`kvrs lab simulate`: a configuration's cluster in virtual time, hit by a file's faults or at
+"""`kvrs lab simulate`: a configuration's cluster in virtual time, with faults of a file or at
 random, for one seed or many.
 """
 
@@ -51,13 +51,13 @@ def run_simulation(options: SimulateOptions) -> int:
 def simulate_policies(
     options: SimulateOptions,
 ) -> tuple[Config, list[Fault], dict[PolicyName, Simulated]]:
-    """The same arrivals and faults under each policy, with the configuration and the faults.
+    """Simulate each policy with the same arrivals and faults; return also the configuration.
 
     Raises:
         ConfigError, TraceError: an option or a file is wrong.
     """
     config, faults = load_case(options)
-    arrivals_of(options, config, options.seed)  # What is wrong with them is said first.
+    arrivals_of(options, config, options.seed)  # Report errors in the arrivals first.
     cut, longest = cut_requests(options, config)
     if cut:
         Console(stderr=True).print(
@@ -75,7 +75,7 @@ def simulate_policies(
 
 
 def missed_faults(found: Mapping[PolicyName, Simulated], faults: Sequence[Fault]) -> Counter[str]:
-    """How often each fault of a file did not come due."""
+    """Number of runs in which each fault of a file did not come due."""
     return Counter(
         name
         for simulated in (found.values() if faults else ())
@@ -85,7 +85,7 @@ def missed_faults(found: Mapping[PolicyName, Simulated], faults: Sequence[Fault]
 
 
 def summary(simulated: Simulated) -> RenderableType:
-    """Verdict, streams, recoveries, pauses, and every kind of death with what it hit."""
+    """Format the verdict, streams, recoveries, pauses, and every kind of death with its effect."""
     outcomes = simulated.outcomes
     broken = [
         Text(f"seed {seed}: {what}", style="red") for seed, what in sorted(simulated.broken.items())
@@ -198,7 +198,7 @@ def _cached(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
 
 
 def deaths_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, int]]:
-    """How often each kind of death came, and how many streams counted on its victims."""
+    """Number of deaths of each kind, and of streams that depended on the victims."""
     times: Counter[str] = Counter()
     streams: Counter[str] = Counter()
     for hit in (hit for outcome in outcomes for hit in outcome.hits):

@@ -1,7 +1,7 @@
-"""`kvrs lab compare`: policies under the same arrivals and faults, and which of them is better.
+"""`kvrs lab compare`: policies under the same arrivals and faults, ranked.
 
-The runs of one seed are a pair: they differ by the policy only, so that the interval is that of
-their differences.
+The runs of one seed are a pair and differ by the policy only. The interval is that of the pairs'
+differences.
 """
 
 import json
@@ -25,27 +25,27 @@ from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.command import broken_lines, described, missed_faults, simulate_policies
 from kvrs_lab.sim.seeds import Simulated
 
-COMPLETE = "complete"  # As the simulator counts streams that got all their tokens.
-# Seconds that a run's streams waited for their recoveries, over all of its streams.
+COMPLETE = "complete"  # The simulator's outcome of streams that got all their tokens.
+# Seconds that a run's streams waited for their recoveries, divided by all its streams.
 WAITED, INCOMPLETE = "waited_s", "incomplete_share"
 
 
 @dataclass(frozen=True, slots=True)
 class AgainstBest:
-    """One policy against the best one, over the seeds that both have."""
+    """One policy against the best policy, over their common seeds."""
 
     policy: PolicyName
     # Mean difference to the best policy by measure; above 0: worse.
     differences: dict[str, Interval]
 
     def is_worse(self, measure: str) -> bool | None:
-        """The interval shows that the measure is worse; None: there is none, from a single seed."""
+        """Return whether the interval shows a worse measure; None: no interval, from one seed."""
         found = self.differences[measure]
         return None if found.half_width is None else found.mean - found.half_width > 0
 
 
 def parse_policies(text: str) -> tuple[PolicyName, ...]:
-    """Names with commas between them.
+    """Parse the names of policies, separated by commas.
 
     Raises:
         ConfigError: fewer than two, or unknown names.
@@ -82,8 +82,8 @@ def run_comparison(options: SimulateOptions) -> int:
 
 
 def compare(found: dict[PolicyName, Simulated]) -> list[AgainstBest]:
-    """The best policy first, then the others: fewest incomplete streams, then shortest waits; means
-    over the seeds.
+    """Rank the policies, the best first: fewest incomplete streams, then shortest waits. Values are
+    means over the seeds.
     """
     means = {policy: measures(simulated.outcomes) for policy, simulated in found.items()}
     ranked = sorted(
@@ -107,7 +107,7 @@ def compare(found: dict[PolicyName, Simulated]) -> list[AgainstBest]:
 
 
 def measures(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Measures that policies are compared by, a value for each run."""
+    """The measures of a comparison, with a value for each run."""
     streams = [max(1, sum(outcome.ended.values())) for outcome in outcomes]
     return {
         WAITED: [sum_in_order(o.pauses_s) / n for o, n in zip(outcomes, streams, strict=True)],
@@ -116,7 +116,7 @@ def measures(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def verdict(comparisons: Sequence[AgainstBest]) -> str:
-    """Which policy is better than which others, in a sentence."""
+    """State in a sentence which policy is better than which others."""
     best, *others = comparisons
     shown = [
         each.policy.value for each in others if each.is_worse(WAITED) or each.is_worse(INCOMPLETE)

@@ -1,4 +1,4 @@
-"""Pages of a simulated instance before and after a batch: their contents are checked, and noted."""
+"""Checks of a simulated instance's pages before a batch, and notes of contents after it."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ Drafted = list[tuple[Sequence, Chunk, list[int]]]
 
 
 def note_computed(engine: ComputingInstance, batch: Batch) -> Drafted:
-    """Note what known tokens have filled; returns chunks with drafts, which may be wrong, and
-    whose pages may have no tags yet.
+    """Note the pages that known tokens have filled. Return the chunks with drafts: drafts may be
+    wrong, and the pages may have no tags yet.
     """
     size = engine.pages.page_size_tokens
     contents = engine.contents
@@ -20,7 +20,7 @@ def note_computed(engine: ComputingInstance, batch: Batch) -> Drafted:
         first, drafts = chunk.first_position, chunk.drafts
         end = first + len(chunk.token_ids) - drafts
         if first // size == end // size and first % size and not drafts:
-            continue  # In a page that was begun before.
+            continue  # The page was begun earlier and is not full.
         for index in range(first // size, end // size):
             engine.received(chunk.pages[index], sequence.tags[index])
         for page in chunk.pages[end // size :]:
@@ -40,7 +40,7 @@ def note_verified(
 
 
 def verify(engine: ComputingInstance, batch: Batch) -> None:
-    """Check that the pages of new chunks hold the KV of their history, however it got there."""
+    """Check that the pages of new chunks hold the KV of their history."""
     for sequence, chunk in batch:
         if sequence not in engine.unverified:
             continue

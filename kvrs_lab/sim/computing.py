@@ -1,4 +1,4 @@
-"""A simulated instance as its fetches, and the checks of its batches, know it."""
+"""The interface of a simulated instance to its fetches and to the checks of its batches."""
 
 from abc import abstractmethod
 
@@ -20,4 +20,4 @@ class ComputingInstance(SimPagePool, RankedEngine):
 
     @abstractmethod
     def note_filled(self, sequence: Sequence) -> None:
-        """The sequence may have filled further pages, which checkpoints are made of."""
+        """Note the further pages that the sequence may have filled, for its checkpoints."""

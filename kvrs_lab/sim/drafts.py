@@ -1,4 +1,4 @@
-"""Drafts of a simulated instance: what it proposes, verifies and tells its helper."""
+"""Drafts of a simulated instance: proposals, verification, and updates for the helper."""
 
 import collections.abc
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ class SimDrafts:
         return None if self.helper is None else partial(self._propose, runs)
 
     def tell(self) -> None:
-        """Send the helper what has changed."""
+        """Send the changes to the helper."""
         if self.helper is not None and (updates := self.assisted.take_updates()):
             self._clock.after(LATENCY_S, partial(self.helper.receive, updates))
 
@@ -66,13 +66,13 @@ class SimDrafts:
     ) -> collections.abc.Sequence[int]:
         call = runs[sequence].call
         produced = len(sequence.token_ids) - sequence.prompt_tokens
-        # The last token that is wanted needs no draft behind it.
+        # The last wanted token needs no draft behind it.
         most = min(most, call.max_tokens - produced - 1)
         return self.assisted.propose(sequence, _GREEDY, most) if most > 0 else ()
 
 
 def chosen_tokens(sequence: Sequence, chunk: Chunk) -> list[int]:
-    """The model's tokens behind a chunk with drafts, until one is not the draft."""
+    """The model's tokens behind a chunk with drafts, up to the first wrong draft."""
     found: list[int] = []
     for draft in (*chunk.token_ids[len(chunk.token_ids) - chunk.drafts :], None):
         found.append(token_at(sequence.stream, len(sequence.token_ids) + len(found)))

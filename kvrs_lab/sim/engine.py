@@ -1,8 +1,8 @@
-"""A simulated instance: the real scheduler and page manager, with a profile's clock and tokens out
-of a formula.
+"""A simulated instance: the real scheduler and page manager, with a profile's step times and tokens
+from a formula.
 
-It does what `kvrs_engine/engine/core.py` does around them, step by step, and knows what really lies
-in every page.
+The instance follows `kvrs_engine/engine/core.py` step by step, and knows the true contents of every
+page.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -56,24 +56,24 @@ class SimEngine(ComputingInstance):
     def __init__(
         self, name: InstanceId, node: NodeId, role: Role, site: Site, ranks: int = 1
     ) -> None:
-        """With hosts of its stages at the site it is a pipeline of these."""
+        """Create an instance, which is a pipeline if the site has hosts for its stages."""
         super().__init__(name, node, site.clock)
         self.role = role
         self.ranks: SimRanks | SimPipeline | None = None  # None: one process computes everything.
-        self.reporting: list[Step] = []  # Each sends a report of this process at once.
+        self.reporting: list[Step] = []  # Senders of immediate reports of this process.
         self._rank_count = ranks
         self.slow_factor = 1.0
         self.draining = False
-        self.answer: str | None = None  # To every call, in place of its work.
-        self.hangs = False  # It reports and takes calls, and computes nothing.
-        self.most_calls: int | None = None  # It has no room for more.
-        # Of prompts that were computed for a hand-off, in all processes: tokens, and how many of
-        # them were found in the prefix cache.
+        self.answer: str | None = None  # Error that every call gets.
+        self.hangs = False  # The instance reports and takes calls, but computes nothing.
+        self.most_calls: int | None = None  # Limit of calls.
+        # Tokens of prompts that were computed for a hand-off, over all lives, and of those the
+        # tokens found in the prefix cache.
         self.prompt_tokens = self.cached_tokens = 0
-        # What it reports of itself: tests have engines of other kinds.
+        # The instance's declaration, which tests change.
         self.declares: Callable[[InstanceInfo], InstanceInfo] = lambda info: info
         self.poisoned: Callable[[StreamId], None] | None = None  # Ends this process.
-        self.given_up: Step | None = None  # The same, when too few ranks are left.
+        self.given_up: Step | None = None  # Ends this process when too few ranks are left.
         self._site = site
         self._pace = site.pace
         self.settings = site.config.cluster.engine
@@ -115,7 +115,7 @@ class SimEngine(ComputingInstance):
         )
 
     def start(self) -> None:
-        if self.life:  # Nothing has happened yet to what was made with it.
+        if self.life:  # The first life has the fresh state of `__init__`.
             self._reset()
         self.draining = self.hangs = False
         self.answer = None
@@ -124,7 +124,7 @@ class SimEngine(ComputingInstance):
             self.ranks.begin()
 
     def kill(self, *, silently: bool = False) -> None:
-        """Silently: its node is gone, and nothing is left to reset its connections."""
+        """Kill the process; `silently`: the node is gone, and no kernel resets the connections."""
         self.steady.stop(None)
         super().kill()
         self.loop.close()
@@ -136,7 +136,7 @@ class SimEngine(ComputingInstance):
             for run in runs.values():
                 run.call.reply.broke("reset")
 
-    # What proxies ask.
+    # Calls of proxies.
 
     def submit(self, call: SimCall) -> None:
         if self.answer is not None:
@@ -187,7 +187,7 @@ class SimEngine(ComputingInstance):
         self.look()
 
     def fence_all(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
-        """A proxy that took it for lost has found it running."""
+        """Fence the runs for a proxy that had taken the instance for lost."""
         self.fence(attempts)
         self.epoch += 1
 
@@ -204,7 +204,7 @@ class SimEngine(ComputingInstance):
         self.look()
 
     def abort(self, stream: StreamId, number: tuple[int, int]) -> None:
-        """The connection was closed."""
+        """End the run, since its connection was closed."""
         until_s = self.clock.now_s + MOVED_KEPT_S if self.draining else None
         for run in [
             run
@@ -215,8 +215,8 @@ class SimEngine(ComputingInstance):
         self.look()
 
     def fail_one(self) -> StreamId | None:
-        """An error event in the middle of a stream, as an engine sends it that has caught a fault
-        of its own.
+        """Send an error event in the middle of a stream, as an engine does that caught its own
+        fault.
         """
         run = next(iter(self.runs.values()), None)
         if run is None:
@@ -297,7 +297,7 @@ class SimEngine(ComputingInstance):
             pass
 
     def _begin_batch(self) -> bool:
-        """False: there is none."""
+        """Begin a batch; False: there is no batch to begin."""
         steady, members = self.steady, self.steady.members
         if members and not _can_be_steady(self):
             steady.stop(None)
@@ -328,7 +328,7 @@ class SimEngine(ComputingInstance):
             return
         flights = [each for each in self.flights if each is not batch]
         if len(flights) == len(self.flights):
-            return  # It was abandoned.
+            return  # The batch was abandoned.
         steady = self.steady
         if steady.members and not steady.keeps_order():
             steady.stop(batch)
@@ -347,8 +347,8 @@ class SimEngine(ComputingInstance):
         self.look()
 
     def _apply(self, batch: Batch, filled: list[Sequence]) -> list[tuple[SimRun, list[int]]]:
-        """Apply what was computed beside the steps of steady sequences, which have `filled` pages;
-        return what is to be answered.
+        """Apply a batch's results, next to the pages that steady sequences have `filled`; return
+        the tokens to send.
         """
         sampled = {
             sequence: chosen_tokens(sequence, chunk)
@@ -381,7 +381,7 @@ class SimEngine(ComputingInstance):
         return answers
 
     def _answer(self, answers: list[tuple[SimRun, list[int]]]) -> None:
-        """Send the tokens of a batch, those for one proxy together."""
+        """Send the tokens of a batch, grouped by proxy."""
         flows = self.steady.flows
         if not answers:
             for asker, flow in flows.items():
@@ -461,7 +461,7 @@ class SimEngine(ComputingInstance):
             self.ranks.filled(page)
 
     def check_at_rest(self) -> None:
-        """No stream is left, so nothing runs, and no page is owned, read or waited for."""
+        """Check that nothing runs, and no page is owned, read or waited for."""
         self.pages.expire(self.clock.now_s)
         self.pages.check()
         self.scheduler.check()
@@ -487,7 +487,7 @@ class SimEngine(ComputingInstance):
 
 
 def _can_be_steady(engine: SimEngine) -> bool:
-    """Nothing changes what a decode step is, and all of them fit into each batch."""
+    """Return whether all decode steps are alike and fit into each batch."""
     settings = engine.settings
     return (
         engine.ranks is None

@@ -1,5 +1,5 @@
-"""An asyncio event loop in the virtual time of one simulated process, on which senders of the
-product run: their tasks and timers are steps of the process.
+"""An asyncio event loop in the virtual time of one simulated process. The product's senders run on
+it, and their tasks and timers are steps of the process.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Handle:
-    """A callback of the loop. Senders read no context variables."""
+    """A callback of the loop, without context variables, which senders do not read."""
 
     __slots__ = ("_args", "_callback")
 
@@ -25,10 +25,10 @@ class _Handle:
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """Whatever a step wakes goes on at the end of the step."""
+    """An event loop that runs all woken callbacks at the end of the step that woke them."""
 
     def __init__(self, time: Callable[[], float], after: Callable[..., None]) -> None:
-        """`after` does a step later, unless the process has died by then."""
+        """Create a loop; `after` runs a step later, unless the process has died by then."""
         self.time = time  # type: ignore[method-assign]
         self._after = after
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -36,7 +36,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._is_due = self._is_closed = False
 
     def do(self, step: Callable[..., object] = lambda: None, *args: Any) -> None:
-        """Do this now, as a step of the loop."""
+        """Run the step now, as a step of the loop."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -85,17 +85,17 @@ class SimLoop(asyncio.AbstractEventLoop):
         return task
 
     def close(self) -> None:
-        """End all tasks, now: the process has died, or the world has ended."""
+        """End all tasks now: the process has died, or the world has ended."""
         self._is_closed = self._is_due = True
         for task in self._tasks:
             task.cancel()
         self.do()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error of a task is raised where the task ends."""
+        """Ignore the context; `_task_ended` raises a task's error."""
 
     def _task_ended(self, task: "asyncio.Task[Any]") -> None:
-        """A task that fails is a bug, or a broken invariant: it ends the world."""
+        """Raise the error of a failed task, which ends the world."""
         del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error

@@ -1,6 +1,4 @@
-"""Faults of a simulation: those of a file, or short stories in the fault language, drawn at
-random.
-"""
+"""Faults of a simulation: those of a file, or scenarios in the fault language, drawn at random."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ ONE_DEVICE = "a rank and its device"
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """A fault that is due from `at_s` on, as soon as its victims are in the state it is about."""
+    """A fault that is due from `at_s` on, as soon as its victims are in the required state."""
 
     name: str
     at_s: float
@@ -102,8 +100,8 @@ def random_deaths(
     has_ranks: bool,
     scenarios: Mapping[str, FaultScenario] = FAULT_SCENARIOS,
 ) -> list[FaultEvent]:
-    """`count` deaths at random moments of the span. Scenarios that need an agent, ranks or a second
-    node are left out where there is none.
+    """Draw `count` deaths at random moments of the span. Scenarios that need an agent, ranks or a
+    second node are left out if the cluster has none.
     """
     names = [
         name
@@ -124,7 +122,7 @@ def random_deaths(
 def drawn_death(
     rng: Random, name: str, scenario: FaultScenario, at_s: float, nodes: Sequence[str]
 ) -> FaultEvent:
-    """The faults of a scenario, from `at_s` on."""
+    """Draw the faults of a scenario, from `at_s` on."""
     rows = [
         row | {"when": row["when"] | {"at_s": at_s + row["when"].get("at_s", 0.0)}}
         for row in scenario(rng, nodes)
@@ -133,5 +131,5 @@ def drawn_death(
 
 
 def named_deaths(faults: Sequence[Fault]) -> list[FaultEvent]:
-    """The faults of a file, each with its own label and time."""
+    """The faults of a file, each with its label and time."""
     return [FaultEvent(fault.label, fault.when.at_s or 0.0, (fault,)) for fault in faults]

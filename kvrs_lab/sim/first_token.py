@@ -4,9 +4,7 @@ from enum import StrEnum
 
 
 class FirstToken(StrEnum):
-    """The instance whose answer has the first token of a stream, where prefill is one of its
-    own.
-    """
+    """The instance whose answer has the first token of a stream, if prefill is separate."""
 
     PREFILL = "prefill"
     DECODE = "decode"

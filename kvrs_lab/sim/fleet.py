@@ -1,5 +1,5 @@
-"""The instances and agents of a simulated proxy: its watchers and senders are the product's, over
-messages that take their time.
+"""The instances and agents of a simulated proxy. The watchers and senders are the product's; their
+messages take time.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class SimFleet:
-    """Runs the watches of one proxy, whose host it is."""
+    """The watches of one proxy."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class SimFleet:
         grants: Grants,
         rng: Random,
     ) -> None:
-        """`delay_s`: of a message to or from a process."""
+        """Create the backends; `delay_s` draws the delay of a message to or from a process."""
         self.proxy, self.control, self.grants, self.rng = proxy, control, grants, rng
         self.settings = site.config.proxy
         self.time, self.delay_s, self.clock = time, delay_s, time.loop.time
@@ -62,7 +62,7 @@ class SimFleet:
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
         self.backends: dict[InstanceId, SimEngineBackend] = {}
         self.agent_backends: dict[InstanceId, SimAgentBackend] = {}
-        self._watches: dict[InstanceId, Any] = {}  # Tasks, or timers that begin them.
+        self._watches: dict[InstanceId, Any] = {}  # Tasks, or timers that begin tasks.
         for holder in site.holders.values():
             if isinstance(holder, SimAgent):
                 self.agent_backends[holder.id] = SimAgentBackend(self, holder)
@@ -74,7 +74,7 @@ class SimFleet:
         return self.backends.get(name) or self.agent_backends[name]
 
     def begin(self) -> None:
-        """Watch all, each from its own moment on."""
+        """Watch all processes, each from a random moment on."""
         for name in self.backends:
             self.watch(self.control.instances.known[name], self.rng.uniform(0.0, 0.2))
         for name in self.agent_backends:
@@ -89,22 +89,22 @@ class SimFleet:
         self._watches[watcher.id] = self.time.loop.create_task(watcher.run())
 
     def leave(self, name: InstanceId) -> None:
-        """The instance is no part of the cluster any more."""
+        """Stop to watch an instance that has left the cluster."""
         self._watches.pop(name).cancel()
         self.gossip.leave(name)
 
     def suspect(self, name: InstanceId) -> None:
-        """An attempt there was silent for too long."""
+        """Take a process for lost after a silent attempt, unless it reports."""
         end_watch = self.end_watch.get(name)
         if end_watch is not None and not self.control.instances.is_reporting(name, self.clock()):
             end_watch()
 
     def die(self) -> None:
-        """The proxy has died, and its kernel closes its connections."""
+        """Close all connections, as the kernel of a dead proxy does."""
         for backend in (*self.backends.values(), *self.agent_backends.values()):
             backend.line = None
 
-    # The host of watchers.
+    # Host of the watchers.
 
     async def identified(self) -> None: ...
 
@@ -122,10 +122,10 @@ class SimGossip(GossipView):
     """Deaths that other simulated proxies have found."""
 
     found: Callable[[InstanceId, int], None]
-    _dead: dict[InstanceId, int] | None = None  # The latest epoch of each process.
+    _dead: dict[InstanceId, int] | None = None  # Latest dead epoch of each process.
 
     def died(self, name: InstanceId, epoch: int) -> None:
-        """Check at once whether a report is overdue."""
+        """Note a death, and check at once whether the process is overdue with its report."""
         dead = self._dead = self._dead or {}
         dead[name] = max(dead.get(name, -1), epoch)
         if name in self._watches:
@@ -143,18 +143,18 @@ class SimGossip(GossipView):
 
 
 class SimBackend:
-    """Requests to one process. Their failures are `UpstreamError`."""
+    """Requests to one process. Failures are `UpstreamError`."""
 
     url = "simulated"
 
     def __init__(self, fleet: SimFleet, process: SimEngine | SimAgent) -> None:
         self.fleet, self.process = fleet, process
-        self.drop = 0  # So many of the next reports are lost.
+        self.drop = 0  # Number of the next reports to lose.
         self.line: ReportLine | None = None
         self._late_s = fleet.rng.uniform(0.0, fleet.settings.load_interval_s)
 
     def reset(self) -> None:
-        """The process has died, and its kernel closes its connections."""
+        """Close the connections, as the kernel of a dead process does."""
         if self.line is not None:
             self.line.send(ConnectionLostError("reset"))
 
@@ -209,7 +209,7 @@ class SimAgentBackend(SimBackend, AgentBackend):
 
     def __init__(self, fleet: SimFleet, agent: SimAgent) -> None:
         super().__init__(fleet, agent)
-        self._wanted: set[SlotRequest] = set()  # Asked for, and not released.
+        self._wanted: set[SlotRequest] = set()  # Slots that were requested and not released.
 
     async def info(self) -> AgentInfo:
         return await self.ask(self.process.info)
@@ -232,17 +232,17 @@ class SimAgentBackend(SimBackend, AgentBackend):
                     fleet.grants.granted(fleet.proxy, asked, self.process.life)
             return found
 
-        # Messages about slots may pass each other.
+        # Messages about slots may overtake each other.
         return await self.ask(answer, lambda: fleet.rng.uniform(0.0001, 0.005))
 
 
 class ReportLine(AbstractAsyncContextManager[AsyncIterator[Any]], AsyncIterator[Any]):
-    """The connection on which one process reports. Reports arrive late, and in order."""
+    """The connection for the reports of one process. Reports arrive late, and in order."""
 
     def __init__(
         self, backend: SimBackend, interval_s: float, begin: Callable[[], Callable[[], Any]]
     ) -> None:
-        """`begin` is called at the process, and returns what makes each report."""
+        """Create a connection; `begin` runs at the process and returns the maker of reports."""
         self._backend, self._interval_s, self._begin = backend, interval_s, begin
         self._arrival_s = 0.0
         self._came: deque[LoadReport | UpstreamError] = deque()
@@ -271,7 +271,7 @@ class ReportLine(AbstractAsyncContextManager[AsyncIterator[Any]], AsyncIterator[
         self._came.append(message)
         self._more.set()
 
-    # At the process.
+    # Steps at the process.
 
     def _listen(self) -> None:
         process, make = self._backend.process, self._begin()
@@ -280,7 +280,7 @@ class ReportLine(AbstractAsyncContextManager[AsyncIterator[Any]], AsyncIterator[
         self._report(make)
 
     def _report(self, make: Callable[[], Any]) -> None:
-        """Send a report, and the next one an interval later."""
+        """Send a report, and schedule the next report."""
         backend = self._backend
         if backend.line is not self:
             return

@@ -1,4 +1,4 @@
-"""Hosts of stages of simulated instances, with the sessions of their owner and of a borrower."""
+"""Hosts of stages of simulated instances, with the sessions of the owner and of a borrower."""
 
 from abc import abstractmethod
 from collections import deque
@@ -18,29 +18,29 @@ class StageUser:
 
     @abstractmethod
     def host_lost(self, host: "SimHost") -> None:
-        """The host is gone, or has ended the session."""
+        """Handle the loss of a host or of the session with it."""
 
     @abstractmethod
     def host_there(self, stage: int) -> None:
-        """The own host of this stage has loaded it."""
+        """Handle that the own host of this stage has loaded the stage."""
 
     @abstractmethod
     def loan_over(self, loan: "SimLoan") -> None:
-        """The lender may use the pages itself again."""
+        """Take back the pages of a loan."""
 
 
 @dataclass(slots=True, eq=False)
 class SimLoan:
-    """Pages of a stage that another instance lends."""
+    """Pages of a stage that an instance lends to another instance."""
 
     host: "SimHost"
     lender: StageUser
     borrower: StageUser
-    pages: list[int]  # By the lender's numbers.
-    withdrawn: frozenset[int] = field(init=False)  # The same.
-    # By the borrower's numbers; None: it is not known yet which of its pages stay in use.
+    pages: list[int]  # Page numbers of the lender.
+    withdrawn: frozenset[int] = field(init=False)  # The lender's pages as a set.
+    # The lender's page by the borrower's page; None: not known yet.
     table: dict[int, int] | None = None
-    # The borrower's that were written since they were copied last, and those that were not.
+    # Pages of the borrower that were written since their last copy, and copied pages.
     touched: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
 
@@ -48,31 +48,31 @@ class SimLoan:
         self.withdrawn = frozenset(self.pages)
 
     def take(self, kept: Iterable[int]) -> None:
-        """These of the borrower's pages stay in use."""
+        """Map the borrower's pages that stay in use to the lent pages."""
         self.table = dict(zip(kept, self.pages, strict=False))
 
     def has(self, user: InstanceId, batch: Batch) -> bool:
-        """All pages of the batch are those of that session."""
+        """Return whether the user's session may use all pages of the batch."""
         if user == self.borrower.id:
             table = self.table
             return table is not None and all(table.keys() >= {*chunk.pages} for _, chunk in batch)
         return all(self.withdrawn.isdisjoint(chunk.pages) for _, chunk in batch)
 
     def write(self, pages: Iterable[int]) -> None:
-        """These of the borrower's pages have other cells than before."""
+        """Note pages of the borrower that have been written."""
         self.touched.update(pages)
         self.copied.difference_update(pages)
 
     def copy(self) -> set[int]:
-        """Begin to copy what was written."""
+        """Begin to copy the written pages."""
         pages, self.touched = self.touched, set()
         self.copied |= pages
         return pages
 
 
 class SimHost:
-    """The process that has a stage, which outlives those of instances. Batches of its two sessions
-    are computed as they come, of each one at a time: in turns, where both have some.
+    """The process that has a stage, which outlives the instances' processes. Its two sessions take
+    turns, and each computes one batch at a time.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SimHost:
         self.loan: SimLoan | None = None
         self._clock = clock
         self._life = 0
-        self._clear()  # Sets the rest.
+        self._clear()  # Sets the other attributes.
 
     def _clear(self) -> None:
         self.worked_s = 0.0
@@ -96,12 +96,12 @@ class SimHost:
     # Sessions.
 
     def begin(self, user: StageUser) -> None:
-        """Every session of the owner begins without a loan."""
+        """Begin a session of the owner, without a loan."""
         self.end_loan()
         self.own = user
 
     def end(self, user: StageUser) -> None:
-        """The process has ended, and with it its session, if it has one."""
+        """End the session of a process that has ended."""
         if self.own is user:
             self.own = None
             self._leave_out(user.id)
@@ -115,7 +115,7 @@ class SimHost:
             loan.lender.loan_over(loan)
             loan.borrower.host_lost(self)
 
-    # Its life.
+    # Life of the host.
 
     def kill(self) -> None:
         if not self.is_there:
@@ -131,7 +131,7 @@ class SimHost:
     def _load(self, life: int, own: StageUser | None) -> None:
         if life == self._life:
             self.is_there = True
-            # The process that waits for it, or the next one.
+            # The waiting process, or its successor.
             waiting = self.own or own
             if waiting is not None:
                 waiting.host_there(self.stage)
@@ -148,7 +148,7 @@ class SimHost:
         self._next()
 
     def _leave_out(self, user: InstanceId) -> None:
-        """The session has ended; at most its first batch is computed still."""
+        """Drop the batches of a session that has ended, except the first one."""
         if batches := self._batches.get(user):
             self._batches[user] = deque([batches[0]])
 

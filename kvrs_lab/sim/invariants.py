@@ -1,7 +1,7 @@
-"""Invariants of a policy's actions, given the events that it got.
+"""Invariants of a policy's actions, given its events.
 
-One observer per proxy sees each event with its actions before any of them is applied. It keeps
-books of its own: a fault in the product's books cannot hide itself.
+One observer per proxy sees each event with its actions before any action is applied. The observer
+keeps its own books: a fault in the product's books cannot hide itself.
 """
 
 from collections import Counter
@@ -24,14 +24,14 @@ from kvrs_lab.sim.streams import SimStream
 
 
 class Grants:
-    """Slots that agents have granted to all proxies and that are still used."""
+    """Slots in use that agents have granted to proxies."""
 
     def __init__(self, slots_max: int) -> None:
         self._slots_max = slots_max
-        self._granted: dict[SlotRequest, tuple[str, int]] = {}  # To which proxy, by which process.
+        self._granted: dict[SlotRequest, tuple[str, int]] = {}  # Proxy, and life of the agent.
 
     def granted(self, proxy: str, asked: SlotRequest, process: int) -> None:
-        # One at most of a stream: the agent fences what its new attempt replaces.
+        # The agent fences the attempt that a new one of the stream replaces.
         self._granted = {
             each: granted
             for each, granted in self._granted.items()
@@ -52,7 +52,7 @@ class Grants:
         self._granted.pop(asked, None)
 
     def proxy_died(self, proxy: str) -> None:
-        """Its agents may still count its slots, until their leases end."""
+        """Drop the slots of a dead proxy. Its agents may count them until the leases end."""
         self._granted = {
             asked: granted for asked, granted in self._granted.items() if granted[0] != proxy
         }
@@ -64,10 +64,10 @@ class _Writer:
 
     attempt: int = 0
     plan: act.Plan | None = None
-    instance: InstanceId | None = None  # Where its current stage runs.
+    instance: InstanceId | None = None  # Instance of the current stage.
     runs: bool = False
-    fetching_since_s: float | None = None  # It holds a slot.
-    stays_until_s: float | None = None  # At an instance that re-forms.
+    fetching_since_s: float | None = None  # Start of the slot; None: no slot.
+    stays_until_s: float | None = None  # End of the stay at an instance that re-forms.
 
     def stop(self) -> None:
         self.runs, self.fetching_since_s = False, None
@@ -75,23 +75,23 @@ class _Writer:
 
 @dataclass(slots=True)
 class _Known:
-    """Instances that are up and KV that is held, as the policy was told: late, but no guess."""
+    """Instances that are up and KV that is held, according to the events of the policy."""
 
-    up: dict[InstanceId, int] = field(default_factory=dict)  # With the epoch.
-    kept: dict[tuple[InstanceId, StreamId], int] = field(default_factory=dict)  # Pages.
-    # Of these what instances keep without a lease, as they report.
+    up: dict[InstanceId, int] = field(default_factory=dict)  # Epoch by instance.
+    kept: dict[tuple[InstanceId, StreamId], int] = field(default_factory=dict)  # Number of pages.
+    # Pages in `kept` that instances report as replicas, without a lease.
     replicas: set[tuple[InstanceId, StreamId]] = field(default_factory=set)
     reforming: set[InstanceId] = field(default_factory=set)
 
     def keep(self, name: InstanceId, stream: StreamId, pages: int) -> None:
-        """Under a lease, or at an agent. Of no page there is no lease that hides a replica."""
+        """Note pages at an agent or under a lease; 0 pages end the lease."""
         self.kept.pop(key := (name, stream), None)
         self.replicas.discard(key)
         if pages:
             self.kept[key] = pages
 
     def reported(self, name: InstanceId, stream: StreamId, pages: int) -> None:
-        """A report of replicas counts where there is no lease."""
+        """Note reported replicas, unless a lease covers the stream."""
         if (key := (name, stream)) in self.kept and key not in self.replicas:
             return
         self.kept.pop(key, None)
@@ -114,19 +114,19 @@ class Invariants:
         nodes: Mapping[InstanceId, NodeId],
         streams: Mapping[StreamId, SimStream],
     ) -> None:
-        """`streams` are the proxy's, those that have ended included."""
+        """Create the books; `streams` are the proxy's, ended streams included."""
         self._config = config
         self._nodes = nodes
         self._streams = streams
         self._page_size = config.cluster.engine.page_size_tokens
         self._known = _Known()
-        # What instances that are about to come up have taken over.
+        # Pages taken over by instances that are about to come up.
         self._taken_over: dict[InstanceId, ev.PagesKept] = {}
         self._writers: dict[StreamId, _Writer] = {}
-        self._fetching: dict[StreamId, _Writer] = {}  # Of them, those that hold slots, or did.
+        self._fetching: dict[StreamId, _Writer] = {}  # Writers that hold slots, or held them.
 
     def observe(self, now_s: float, event: ev.Event, actions: Sequence[act.Action]) -> None:
-        """Apply one event, and check what the policy answers, action by action."""
+        """Apply one event, and check each action of the policy."""
         self._apply_to_holders(event)
         self._apply_to_agents(event)
         self._apply_to_writers(event)
@@ -196,7 +196,7 @@ class Invariants:
                     if known.up.get(each.holder) == each.epoch:
                         known.keep(each.holder, stream, each.pages)
             case _:
-                pass  # Changes nothing that these books hold.
+                pass  # No effect on these books.
 
     def _apply_to_agents(self, event: ev.Event) -> None:
         known = self._known
@@ -216,7 +216,7 @@ class Invariants:
                         elif count:
                             known.keep(name, stream, count)
             case _:
-                pass  # Changes nothing that these books hold.
+                pass  # No effect on these books.
 
     def _apply_to_writers(self, event: ev.Event) -> None:
         match event:
@@ -237,7 +237,7 @@ class Invariants:
                 if self._current(event.stream, event.attempt) is not None:
                     del self._writers[event.stream]
             case _:
-                pass  # Changes nothing that these books hold.
+                pass  # No effect on these books.
 
     def _prefill_done(self, event: ev.PrefillDone) -> None:
         writer = self._current(event.stream, event.attempt)
@@ -249,15 +249,15 @@ class Invariants:
             pages = event.history_tokens // self._page_size
             self._known.keep(prefill, event.stream, pages)
         if writer.plan.decode not in self._known.up:
-            writer.stop()  # There is nothing to hand it off to.
+            writer.stop()  # No decode instance for the hand-off.
 
     def _draining(self, name: InstanceId) -> None:
-        """It keeps what its streams have computed until they have their next token elsewhere."""
+        """Note the pages of a draining instance, kept until its streams resume elsewhere."""
         for stream, writer in self._writers.items():
             if writer.runs and writer.instance == name:
                 history_tokens = self._streams[stream].true_history_tokens
                 pages = (history_tokens - 1) // self._page_size
-                # Prefill computes the last token of a prompt, too.
+                # Prefill also computes the last token of a prompt.
                 pages = max(pages, self._known.kept.get((name, stream), 0))
                 self._known.keep(name, stream, pages)
 
@@ -277,7 +277,7 @@ class Invariants:
         )
 
     def _check_start(self, start: act.Start, now_s: float) -> None:
-        """One writer, and a running attempt is replaced only if it has held a slot for too long."""
+        """Check that a running attempt is replaced only after its slot expired."""
         live, writer = (
             self._streams[start.stream],
             self._writers.setdefault(start.stream, _Writer()),
@@ -298,7 +298,7 @@ class Invariants:
         writer.stays_until_s = None
 
     def _check_redirect(self, action: act.Redirect, event: ev.Event) -> None:
-        """Only what has just come out of prefill, and only where it goes to."""
+        """Check that only a finished prefill is redirected, and only in its decode instance."""
         self._require_current(action.stream, action.attempt, "a new hand-off")
         writer = self._writers[action.stream]
         assert writer.plan is not None
@@ -311,8 +311,8 @@ class Invariants:
         writer.plan, writer.instance = action.plan, action.plan.decode
 
     def _check_halt(self, action: act.Halt, event: ev.Event, now_s: float) -> None:
-        """Only what runs on an instance that is drained or re-forms, or on a degraded or failing
-        GPU, or has held a slot or stayed for too long.
+        """Check the reason of a halt: a drain, a re-forming instance, a degraded or failing GPU, or
+        the end of a slot or stay.
         """
         self._require_current(action.stream, action.attempt, "a halt")
         writer = self._writers[action.stream]
@@ -328,7 +328,7 @@ class Invariants:
         writer.stop()
 
     def _check_stay(self, action: act.Stay, event: ev.Event, now_s: float) -> None:
-        """Only what runs, at an instance that re-forms, until a moment that is to come."""
+        """Check that a running stream stays at a re-forming instance until a future time."""
         self._require_current(action.stream, action.attempt, "a stay")
         writer = self._writers[action.stream]
         require(writer.runs, f"{action.stream} stays, and does not run")
@@ -340,7 +340,7 @@ class Invariants:
         writer.stays_until_s = action.until_s
 
     def _has_expired(self, writer: _Writer, now_s: float) -> bool:
-        """Its attempt has held a slot for as long as one may."""
+        """Return whether the attempt has held a slot for a full slot lease."""
         since_s = writer.fetching_since_s
         return since_s is not None and now_s >= since_s + self._config.policy.slot_lease_s - SLACK_S
 
@@ -407,8 +407,8 @@ class Invariants:
         )
 
     def check_slots(self) -> Counter[InstanceId]:
-        """Check that one proxy's transfers into a target are within the limit. It may have more
-        than the target's agent has granted: the agent could not be asked.
+        """Check that one proxy's transfers into a target are within the limit. A proxy may have
+        more slots than the agent granted, since the agent may not answer.
         """
         if not self._fetching:
             return Counter()
@@ -426,7 +426,7 @@ class Invariants:
         return fetching
 
     def check_slot_book(self, policy: RecoveryPolicy) -> None:
-        """A slot that is held is held for a transfer."""
+        """Check that every held slot belongs to a transfer."""
         held = {
             target: row["held"]
             for target, row in policy.state.slots.snapshot().items()
@@ -436,7 +436,7 @@ class Invariants:
         require(held == fetching, f"slots are held: {held}, and used: {fetching}")
 
     def check_at_rest(self, control: Control[SimStream], name: str) -> None:
-        """No stream is left, so nothing is booked."""
+        """Check, after the last stream, that the proxy's books are empty."""
         seen = control.policy.snapshot()
         require(not control.streams, f"{name} has open streams: {list(control.streams)}")
         for leases in (control.leases, control.checkpoints.leases):

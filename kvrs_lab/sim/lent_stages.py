@@ -1,6 +1,4 @@
-"""Loans that a simulated instance gives of its stages, by the terms of
-`kvrs_engine.elastic.lending`.
-"""
+"""Loans of a simulated instance's stages, by the terms of `kvrs_engine.elastic.lending`."""
 
 from functools import partial
 
@@ -15,15 +13,15 @@ from kvrs_lab.sim.site import LATENCY_S, Site
 class LentStages:
     def __init__(self, engine: RankedEngine, site: Site, passage: Passage) -> None:
         self.loans: list[SimLoan] = []
-        self.changes = 0  # Steps take other times after each.
+        self.changes = 0  # Step times change with each loan.
         self._engine, self._site, self._passage = engine, site, passage
 
     def lend(
         self, host: SimHost, owner: StageUser, borrower: StageUser, busy: float, unused_pages: int
     ) -> SimLoan | str:
-        """A loan, or why there is none. `busy`: the share of the time in which the borrower's
-        stage computed; `unused_pages`: of the lender, since it borrows itself. Pages that are lent
-        at other stages are lent first.
+        """Lend pages; return the loan, or the reason of a refusal. `busy` is the share of time in
+        which the borrower's stage computed; `unused_pages` are pages that the lender itself lacks
+        memory for. Pages lent at other stages are lent first.
         """
         engine, elastic = self._site.config.cluster.engine, self._site.config.elastic
         own, refusal = self._engine.pages, None

@@ -1,6 +1,4 @@
-"""Links carry pages from one node to another: one queue per link and direction, class before class,
-page after page.
-"""
+"""Links carry pages between nodes: one queue per link and direction, by class and page."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,14 +10,14 @@ from kvrs_lab.sim.process import Clock, SimProcess, require
 
 _traffic = attrgetter("traffic")
 CHUNK_PAGES = (
-    4  # Are sent at a time: more would let a checkpoint hold up a hand-off, fewer take more steps.
+    4  # Batch size of a link: more would let a checkpoint delay a hand-off, fewer take more steps.
 )
 
 
 @dataclass(slots=True, eq=False)
 class SimTransfer:
-    """Pages on their way. A frozen end, or a cut link, holds them up; nothing comes of a process
-    that died.
+    """Pages on their way. A frozen end or a cut link delays them, and a dead process delivers
+    nothing.
     """
 
     source: SimProcess
@@ -29,8 +27,8 @@ class SimTransfer:
     traffic: TrafficClass
     arrived: Callable[
         [int], bool
-    ]  # So many more are there; False: one was damaged, no more are wanted.
-    ended: Callable[[str | None], None]  # Once, always; why it ended before its last page.
+    ]  # Called with the number of new pages; False: a page was damaged, stop.
+    ended: Callable[[str | None], None]  # Called once, with the reason of an early end.
     heard_s: float = 0.0
     over: bool = False
 
@@ -40,7 +38,7 @@ class _Route:
     waiting: list[SimTransfer] = field(default_factory=list)
     busy: bool = False
     cut_until_s: float = 0.0
-    rate: float | None = None  # Bytes per second, for as long as a fault has it so.
+    rate: float | None = None  # Bytes per second, set by a fault.
 
 
 class SimLinks:
@@ -66,16 +64,16 @@ class SimLinks:
         self._serve(route)
 
     def stop(self, transfer: SimTransfer, error: str | None) -> None:
-        """It is over; to stop it twice is harmless."""
+        """End the transfer, at most once."""
         if not transfer.over:
             transfer.over = True
             self._route(transfer.source.node, transfer.target.node).waiting.remove(transfer)
             transfer.ended(error)
-            # Its timer has the transfer for a while yet, but not what it was for.
+            # The timer keeps the transfer for a while, but not its callbacks.
             del transfer.arrived, transfer.ended
 
     def drop(self, process: SimProcess) -> None:
-        """No process is there any more."""
+        """Stop all transfers of a dead process."""
         for route in self._routes.values():
             for transfer in [
                 each for each in route.waiting if process in (each.source, each.target)
@@ -89,11 +87,11 @@ class SimLinks:
         self._clock.after(for_s, self.look)
 
     def limit(self, one: NodeId, other: NodeId, bytes_per_s: float | None) -> None:
-        """None: as fast as it goes."""
+        """Limit the rate between two nodes; None: the link's own rate."""
         self._route(one, other).rate = self._route(other, one).rate = bytes_per_s
 
     def look(self) -> None:
-        """Something may go on that was held up."""
+        """Serve all routes again, since a delay may have ended."""
         for route in list(self._routes.values()):
             self._serve(route)
 
@@ -129,7 +127,7 @@ class SimLinks:
         if not transfer.over and not held_up:
             if not transfer.source.alive:
                 require(False, f"{transfer.source.id} is dead and delivers pages")
-            # Those of one class take turns.
+            # Transfers of one class take turns.
             route.waiting.remove(transfer)
             route.waiting.append(transfer)
             transfer.pages -= pages

@@ -1,6 +1,4 @@
-"""The cells of a simulated instance's pages that are gone, and its streams, which begin again for
-them in the same attempt.
-"""
+"""Lost cells of a simulated instance's pages, and new beginnings of its streams for them."""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
@@ -18,24 +16,24 @@ _NO_CELLS: frozenset[Cell] = frozenset()
 
 class LostCells:
     def __init__(self, engine: RankedEngine, site: Site) -> None:
-        self.missing: dict[StreamId, int] = {}  # Pages of streams with cells that are gone.
-        self.held: dict[StreamId, int] = {}  # Of these, what agents hold.
+        self.missing: dict[StreamId, int] = {}  # Number of lost pages by stream.
+        self.held: dict[StreamId, int] = {}  # Number of those pages that agents hold.
         self.held_page_s = 0.0
         self._engine, self._site = engine, site
         self._size = site.config.cluster.engine.page_size_tokens
-        self._gone: dict[int, frozenset[Cell]] = {}  # Of pages that were full.
-        self._has_lost = False  # Since the last restart.
+        self._gone: dict[int, frozenset[Cell]] = {}  # Lost cells of full pages.
+        self._has_lost = False  # Cells were lost since the last restart.
 
     @property
     def page_s(self) -> float:
-        """Time to compute one page again."""
+        """Seconds to compute one page again."""
         return self._site.pace.prefill.page_s(self._size)
 
     def gone(self, page: int) -> frozenset[Cell]:
         return self._gone.get(page, _NO_CELLS)
 
     def filled(self, page: int) -> None:
-        """All cells of the page have been written."""
+        """Note that all cells of the page have been written."""
         self._gone.pop(page, None)
 
     def _full_pages(self) -> list[int]:
@@ -43,16 +41,16 @@ class LostCells:
         return [page for page, content in contents if content is not None]
 
     def lose(self, cells: Callable[[int], frozenset[Cell]]) -> None:
-        """These cells of each page are gone."""
+        """Note the lost cells of each page."""
         for page in self._full_pages():
             self._gone[page] = self.gone(page) | cells(page)
-        # What they compute with is looked at again.
+        # Pages of all runs are checked again.
         self._engine.unverified.update(self._engine.runs)
         self._has_lost = True
 
     def lose_left(self, kept: Container[int], cells: frozenset[Cell]) -> None:
-        """These cells are gone of all pages but those that were kept, without a word to the books:
-        whatever computes with them is found out.
+        """Lose these cells of all pages except `kept`, without a note in the books: a check finds
+        every use of them.
         """
         left = [page for page in self._full_pages() if page not in kept]
         for page in left:
@@ -61,8 +59,8 @@ class LostCells:
             self._engine.unverified.update(self._engine.runs)
 
     def note_missing(self, share: float, *, memory_kept: bool = False) -> dict[StreamId, float]:
-        """Note what each stream lacks, of which so large a part of each page is gone; returns the
-        predicted seconds until each has it again.
+        """Note the pages that each stream lacks, where `share` of each page is lost. Return the
+        predicted seconds until each stream has its pages again.
         """
         computed = self._computed_pages()
         self.missing, self.held = ({}, {}) if memory_kept else (computed, self._held_of(computed))
@@ -74,8 +72,8 @@ class LostCells:
         return {stream: restore_s.get(stream, 0.0) for stream in computed}
 
     def restart(self) -> None:
-        """Give up the batches under way. With lost cells every stream begins again in the same
-        attempt: they come from a checkpoint, as far as there is one; the rest is computed.
+        """Give up the batches in flight. After a loss every stream begins again in the same
+        attempt: pages come from a checkpoint if one has them, and are computed otherwise.
         """
         engine = self._engine
         for batch in engine.flights:
@@ -124,7 +122,7 @@ class LostCells:
         }
 
     def _held_of(self, computed: Mapping[StreamId, int]) -> dict[StreamId, int]:
-        """Those of the computed pages that the agent with most of them has."""
+        """Number of computed pages at the agent with most of them, by stream."""
         held = self._engine.backlog.held
         return {
             run.call.stream: min(
@@ -134,9 +132,7 @@ class LostCells:
         }
 
     def _fetch_s(self, share: float) -> float:
-        """Seconds to fetch that share of a page over the slowest measured link; 0: none is
-        measured.
-        """
+        """Seconds to fetch the share of a page over the slowest measured link; 0: unknown."""
         links = self._engine.meter.measurements(self._site.clock.now_s).values()
         rate = min((link.bytes_per_s for link in links), default=0.0)
         return self._site.geometry.page_bytes * share / rate if rate else 0.0

@@ -1,4 +1,4 @@
-"""The way of a simulated instance's batches through the hosts of its stages, one batch in each."""
+"""The path of a simulated instance's batches through the hosts of its stages, one batch in each."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,16 +11,16 @@ from kvrs_lab.sim.process import Step, require
 
 @dataclass(slots=True)
 class _Gate:
-    """A stage into which no batch goes."""
+    """A stage that is closed to batches."""
 
-    emptied: Step | None  # To be called once none is there.
+    emptied: Step | None  # Called once the stage is empty.
     waiting: list[Step] = field(default_factory=list)
 
 
 class Passage:
     def __init__(self, engine: RankedEngine, stages: int, computing_share: float) -> None:
         self.at: list[SimHost | None] = [None] * stages
-        self.loans: dict[int, SimLoan] = {}  # By the stage that is borrowed.
+        self.loans: dict[int, SimLoan] = {}  # Loan by borrowed stage.
         self._engine, self._share = engine, computing_share
         self._page_size = engine.pages.page_size_tokens
         self._inside: list[list[Batch]] = [[] for _ in self.at]
@@ -32,11 +32,11 @@ class Passage:
         return self._busy[stage].share(self._engine.clock.now_s)
 
     def go(self, batch: Batch, seconds: float, done: Step) -> None:
-        """Let it be computed; each stage takes its part of the time."""
+        """Compute a batch; each stage takes an equal part of the time."""
         self._pass(0, batch, seconds / len(self.at), done)
 
     def lose(self, stage: int) -> None:
-        """The host is gone, and with it the batch that it has; all are given up."""
+        """Remove a lost host and its batch; the caller gives up all batches."""
         self.at[stage], self._inside[stage] = None, []
         self._gates.pop(stage, None)
         self.loans.pop(stage, None)
@@ -57,7 +57,7 @@ class Passage:
 
     def _pass(self, stage: int, batch: Batch, seconds: float, done: Step) -> None:
         if not any(batch is each for each in self._engine.flights):
-            return  # It was given up.
+            return  # The batch was given up.
         if stage == len(self.at):
             done()
             return

@@ -24,7 +24,7 @@ from kvrs_lab.sim.process import Step, require
 from kvrs_lab.sim.returning import AwayUser, StageReturns
 from kvrs_lab.sim.site import LATENCY_S, Site
 
-_SETTLED_S = 0.05  # Until pages that were being sent are looked at again.
+_SETTLED_S = 0.05  # Retry interval while pages are being sent.
 
 
 class SimPipeline(AwayUser):
@@ -38,17 +38,17 @@ class SimPipeline(AwayUser):
         self._at, self._loans = self._passage.at, self._passage.loans
         self.lent = LentStages(engine, site, self._passage)
         self._returns = StageReturns(self, engine, site, self._hosts, self._passage, self._cells)
-        self._moves = 0  # Of stages, to another host and home.
+        self._moves = 0  # Moves of stages to another host and home.
         self._losses = 0
-        self._away: dict[int, tuple[float, Way]] = {}  # When the stage is predicted to be there.
+        self._away: dict[int, tuple[float, Way]] = {}  # Predicted time of return, by stage.
         self._unused: list[int] = []  # Pages for which a borrowed stage has no memory.
-        self._is_settled = True  # These have been found.
+        self._is_settled = True  # The unused pages have been found.
         self._is_over = False
 
-    # Its sessions.
+    # Sessions.
 
     def begin(self) -> None:
-        """The process has started; hosts that do not serve yet are waited for."""
+        """Begin a session with each host; wait for hosts that do not serve yet."""
         for stage, host in enumerate(self._hosts):
             host.begin(self)
             if host.is_there:
@@ -57,13 +57,13 @@ class SimPipeline(AwayUser):
                 self._announce(stage, Way.WAIT, host.load_s)
 
     def close(self) -> None:
-        """The process has ended, and with it its sessions."""
+        """End all sessions, since the process has ended."""
         self._is_over = True
         for hosts in self._site.hosts.values():
             for host in hosts:
                 host.end(self)
 
-    # What the instance asks.
+    # Calls of the instance.
 
     @property
     def serves(self) -> bool:
@@ -71,11 +71,11 @@ class SimPipeline(AwayUser):
 
     @property
     def layout_number(self) -> int:
-        """Steps take other times after each change."""
+        """A number that changes with the step times."""
         return self._moves + self.lent.changes
 
     def host_of(self, stage: int) -> SimHost:
-        """That has the stage; where none has, its own."""
+        """The host that has the stage, or the own host if none has it."""
         return self._at[stage] or self._hosts[stage]
 
     def gone(self, page: int) -> frozenset[Cell]:
@@ -87,7 +87,7 @@ class SimPipeline(AwayUser):
             loan.write([page])
 
     def load(self) -> ReformingReport | None:
-        """The report of a loss, until all stages serve again."""
+        """Report a loss until all stages serve again."""
         if self.serves:
             return None
         cells = self._cells
@@ -112,7 +112,7 @@ class SimPipeline(AwayUser):
     def compute(self, batch: Batch, seconds: float, done: Step) -> None:
         self._passage.go(batch, seconds, done)
 
-    # A stage is lost.
+    # Loss of a stage.
 
     def host_lost(self, host: SimHost) -> None:
         if not self._is_over:
@@ -168,7 +168,7 @@ class SimPipeline(AwayUser):
         self._engine.later(self._model.ask_again_s, partial(self.find, stage))
 
     def ask(self, host: SimHost) -> SimLoan | str:
-        """The loan of an instance whose own host this is, or why there is none."""
+        """Ask the host's owner for a loan; return the loan, or the reason of a refusal."""
         lender = host.own
         if not host.is_there or not isinstance(lender, SimPipeline):
             return "it does not answer"
@@ -185,7 +185,7 @@ class SimPipeline(AwayUser):
         self._loans[stage] = loan
         self._at[stage] = loan.host
         self._moved(stage)
-        # Pages cannot be used before those without memory have been given up.
+        # Pages without memory must be given up before pages are used.
         self._is_settled = False
         self._lose_cells(stage)
         self._settle()
@@ -195,7 +195,7 @@ class SimPipeline(AwayUser):
         self._moves += 1
 
     def _settle(self) -> None:
-        """Give up pages without memory, and go on if all stages are there."""
+        """Give up pages without memory; continue if all stages are there."""
         pages = self._engine.pages
         if not self._loans:
             unused, self._unused = self._unused, []
@@ -204,7 +204,7 @@ class SimPipeline(AwayUser):
             most = min(len(loan.pages) for loan in self._loans.values())
             missing = max(0, pages.pages - most - len(self._unused))
             if (found := pages.allocate(missing)) is None:
-                self._engine.later(_SETTLED_S, self._settle)  # Some are being sent.
+                self._engine.later(_SETTLED_S, self._settle)  # Some pages are being sent.
                 return
             self._unused += found
             kept = sorted({*range(pages.pages)} - {*self._unused})
@@ -218,7 +218,7 @@ class SimPipeline(AwayUser):
         self._engine.look()
         self._engine.report()
 
-    # Its own host is there.
+    # Return of the own host.
 
     def host_there(self, stage: int) -> None:
         if not self._is_over:
@@ -228,7 +228,7 @@ class SimPipeline(AwayUser):
         self._moved(stage)
         self._settle()
 
-    # What it lends.
+    # Loans to others.
 
     def lend(self, host: SimHost, borrower: StageUser, busy: float) -> SimLoan | str:
         return self.lent.lend(host, self, borrower, busy, len(self._unused))
@@ -238,7 +238,7 @@ class SimPipeline(AwayUser):
             self.lent.over(loan)
 
     def check_at_rest(self) -> None:
-        """Every stage is at home, and all pages are where they belong."""
+        """Check that every stage is at home, and all pages are returned."""
         require(
             self._at == self._hosts
             and not self._loans

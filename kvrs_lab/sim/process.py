@@ -1,4 +1,4 @@
-"""Virtual time, and processes that live in it and can be killed, frozen and brought back."""
+"""Virtual time, and simulated processes, which can be killed, frozen and restarted."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from kvrs_lab.sim.event_loop import SimLoop
 
 T = TypeVar("T")
 Step = Callable[[], None]
-IN_ORDER_S = 1e-9  # Between messages of one connection that arrive together.
-STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
+IN_ORDER_S = 1e-9  # Gap between messages of one connection that arrive together.
+STEPS_MAX = 5_000_000  # Limit per virtual second; more steps mean a world that is stuck.
 
 
 class InvariantError(AssertionError):
@@ -26,7 +26,7 @@ def require(holds: bool, what: str) -> None:
 
 
 class Clock:
-    """Steps in order of their time; of equal times the one that was asked for first goes first."""
+    """Runs steps in order of time, and steps of equal time in order of their requests."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -39,7 +39,7 @@ class Clock:
         heappush(self._agenda, (at_s, next(self._order), step, args))
 
     def run(self, until_s: float, done: Callable[[], bool] | None = None) -> None:
-        """Until that time, or until it is done, or until there is nothing left to do."""
+        """Run steps until a time, until `done`, or until no step is left."""
         agenda = self._agenda
         second_s, most = self.now_s + 1.0, self.steps + STEPS_MAX
         while agenda and (at_s := agenda[0][0]) <= until_s and (done is None or not done()):
@@ -53,14 +53,14 @@ class Clock:
 
 
 class OwnTime:
-    """Virtual time as one proxy has it: while it is frozen nothing happens there, and all of it
-    when it wakes, in order.
+    """Virtual time of one proxy. The steps of a frozen proxy are deferred, and run in order when
+    the proxy wakes.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._is_over = False
-        self._deferred: list[Step] | None = None  # While it is frozen.
+        self._deferred: list[Step] | None = None  # Steps of a frozen proxy.
         self.loop = SimLoop(lambda: clock.now_s, self.after)  # type: ignore[abstract]
 
     @property
@@ -72,7 +72,7 @@ class OwnTime:
         return self._deferred is not None
 
     def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
-        """Do this later, unless the proxy has died by then."""
+        """Run the step after a delay, unless the proxy has died by then."""
         self._clock.after(delay_s, self.do, step, *args)
 
     def freeze(self) -> None:
@@ -85,12 +85,12 @@ class OwnTime:
             self.do(step)
 
     def end(self) -> None:
-        """The proxy has died."""
+        """End the time of a dead proxy."""
         self._is_over, self._deferred = True, None
         self.loop.close()
 
     def do(self, step: Callable[..., None], *args: Any) -> None:
-        """Now, or when it wakes."""
+        """Run the step now, or when the proxy wakes."""
         if self._is_over:
             return
         if self._deferred is None:
@@ -100,8 +100,8 @@ class OwnTime:
 
 
 class SimProcess:
-    """A simulated process. While it is frozen, requests wait until it wakes; steps of its former
-    lives are dropped.
+    """A simulated process. Requests to a frozen process wait, and steps of earlier lives are
+    dropped.
     """
 
     def __init__(self, name: InstanceId, node: NodeId, clock: Clock) -> None:
@@ -109,10 +109,10 @@ class SimProcess:
         self.node = node
         self.clock = clock
         self.epoch = 0
-        self.life = 0  # Stands for its process id.
+        self.life = 0  # Stands for the process id.
         self.alive = False
         self.frozen = False
-        self.corrupt_pages = 0  # Of the next pages that it sends, so many are damaged on their way.
+        self.corrupt_pages = 0  # Number of the next sent pages to damage.
         self._deferred: list[tuple[int, Step, Step | None]] = []
 
     @property
@@ -141,12 +141,12 @@ class SimProcess:
             self._do(life, refused, step)
 
     def later(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
-        """Do this, in this life."""
+        """Run the step after a delay, in this life only."""
         self.clock.after(delay_s, self._do, self.life, None, step, *args)
 
     def call(self, delay_s: float, step: Step, refused: Step | None = None) -> None:
-        """Ask the process that lives here when the message arrives; `refused` when there is none,
-        or it dies before it looks.
+        """Run the step at the process that lives at the message's arrival. `refused` runs if no
+        process lives then, or the process dies first.
         """
         self.clock.after(delay_s, self._asked, step, refused)
 

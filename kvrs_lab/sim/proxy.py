@@ -1,7 +1,7 @@
 """A simulated proxy: `kvrs.core` in virtual time.
 
-It performs what the core decides by messages that take time, and passes late news of former
-attempts on to the policy, on purpose. Its invariants are checked with every event.
+The proxy carries out the core's decisions by messages that take time, and passes late news of
+former attempts on to the policy on purpose. Invariants are checked with every event.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from kvrs_lab.sim.streams import Arrival, SimJournal, SimRecovery, SimStream
 _SELF_TEST_S = 0.05
 _GENERATED = Generated((), (), Continues.SEEDED)
 
-BOOK_EVERY = 20  # Events: to look at the policy's books takes longer than to handle one.
+BOOK_EVERY = 20  # Events between two checks of the policy's books, which are slow.
 
 
 class SimProxy:
@@ -47,13 +47,13 @@ class SimProxy:
         keep_log: bool,
         lost: Callable[["SimProxy", InstanceId, int], None] = lambda proxy, name, epoch: None,
     ) -> None:
-        """`lost` gets every process that this proxy has lost, for gossip."""
+        """Create a proxy; `lost` gets every process that the proxy has lost, for gossip."""
         config = site.config
         self.name = name
         self.is_alive = True
         self.time = OwnTime(site.clock)
-        self.cut_until_s: dict[InstanceId, float] = {}  # No message passes between them until then.
-        self.streams: dict[StreamId, SimStream] = {}  # Those that have ended included.
+        self.cut_until_s: dict[InstanceId, float] = {}  # End of a cut, by process.
+        self.streams: dict[StreamId, SimStream] = {}  # Ended streams included.
         self.slot_outcomes: Counter[SlotOutcome] = Counter()
         shell = SimShell(self)
         self.control = Control[SimStream](
@@ -67,11 +67,11 @@ class SimProxy:
         self.log: list[str] | None = (
             [header_line(config.policy, config.slo, config.backup)] if keep_log else None
         )
-        self.events: Counter[str] = Counter()  # By kind, as the policy got them.
-        self.actions: Counter[str] = Counter()  # By kind, as it answered.
+        self.events: Counter[str] = Counter()  # Events of the policy, by kind.
+        self.actions: Counter[str] = Counter()  # Actions of the policy, by kind.
         self.recoveries: Counter[str] = Counter()
         self.recovered: list[SimRecovery] = []
-        self.given_up: Counter[str] = Counter()  # Streams by reason, with what clients were told.
+        self.given_up: Counter[str] = Counter()  # Streams by reason and message.
         self.pauses_s: list[float] = []
         self.dropped_tokens = 0
         self.page_size_tokens = config.cluster.engine.page_size_tokens
@@ -81,28 +81,28 @@ class SimProxy:
         self._rng = rng
         nodes = {holder.id: holder.node for holder in site.holders.values()}
         self.invariants = Invariants(config, nodes, self.streams)
-        self.told = 0  # Events.
+        self.told = 0  # Number of events.
         self._delays_s = {holder: rng.uniform(0.0001, 0.003) for holder in site.holders}
         self.fleet = SimFleet(name, site, self.control, self.time, self.delay_s, grants, rng)
         self.fleet.gossip.found = partial(lost, self)
         self.slots = SlotSender(self.control.slots, self.fleet.agent_backends)
-        # Any step of the proxy releases slots; when all victims of this moment have asked.
+        # Slots are released after all victims of this moment have asked.
         post = self.control.slots.has_message
         self.control.slots.has_message = partial(self.after, 0.0, self.time.loop.do, post)
 
-    # The host of its attempts and watches.
+    # Host of attempts and watches.
 
     @property
     def now_s(self) -> float:
         return self._site.clock.now_s
 
     def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
-        """Do this later, unless this proxy has died by then."""
+        """Run the step after a delay, unless this proxy has died by then."""
         self.time.after(delay_s, step, *args)
 
     def answered(self, instance: InstanceId, tokens: list[Answer], flow: TokenFlow | None) -> None:
-        """Those that arrive at the same moment do so in one step. Also on connections that are
-        closed: the instance does not know yet, and what it sends must not count.
+        """Deliver tokens that arrive together in one step. Tokens of closed connections arrive too,
+        as late tokens, which must not count.
         """
         first_s, clock, calls = self.arrives_s(instance), self._site.clock, 0
         if flow is not None and not tokens:
@@ -119,12 +119,12 @@ class SimProxy:
                 came = together[at_s] = []
             came.append(answer)
         for at_s, came in together.items():
-            # The step of the flow is in the first message.
+            # The first message contains the step of the flow.
             clock.after(at_s - clock.now_s, self._arrive, came, flow, calls)
             flow, calls = None, 0
 
     def _arrive(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
-        self._site.clock.steps += len(came) + calls - 1  # Each of them counts.
+        self._site.clock.steps += len(came) + calls - 1  # Every token counts as a step.
         self.time.do(self._take, came, flow, calls)
 
     def _take(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
@@ -151,7 +151,7 @@ class SimProxy:
         )
 
     def be_near(self) -> None:
-        """Messages between it and any process take no time, for comparisons with what has none."""
+        """Set all message delays to 0, for comparisons with systems without messages."""
         self._delays_s = dict.fromkeys(self._delays_s, 0.0)
 
     def late_news_s(self) -> float | None:
@@ -194,7 +194,7 @@ class SimProxy:
             self.after(_SELF_TEST_S, self._end_self_test, test)
 
     def _end_self_test(self, test: SelfTest) -> None:
-        """Simulated engines compute alike and fetch what they should; only a death ends a test."""
+        """End a self-test: simulated engines pass, unless a process has died."""
         tests, names = self.control.self_tests, test.names
         if not all(map(self.control.instances.is_up, names)):
             tests.failed(test, "lost", self.now_s)
@@ -224,13 +224,13 @@ class SimProxy:
         self.control.open(live, self.now_s)
 
     def settle(self, live: SimStream, how: str) -> None:
-        """The stream has ended here."""
+        """Record the end of a stream at this proxy."""
         if not live.outcome:
             self._site.tally.over()
         live.outcome, live.ended_s = how, self.now_s
 
     def die(self) -> list[SimStream]:
-        """End without a word; return the streams that were open."""
+        """End the proxy without notice; return its open streams."""
         open_ = [live for live in self.streams.values() if not live.outcome]
         for live in open_:
             if live.run is not None:
@@ -243,7 +243,7 @@ class SimProxy:
 
 
 class SimShell:
-    """The `Shell` of a simulated proxy, which counts what comes of it."""
+    """The `Shell` of a simulated proxy, which counts the outcomes."""
 
     def __init__(self, proxy: SimProxy) -> None:
         self.proxy = proxy

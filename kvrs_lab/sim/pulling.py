@@ -1,6 +1,4 @@
-"""The fetches of a sequence at a simulated instance: source after source, each from where the last
-one ended.
-"""
+"""The fetches of a sequence at a simulated instance, source after source, in page order."""
 
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
@@ -34,7 +32,7 @@ class Pulling:
             self._pulled(arrived, more_from=wanted.start)
         span, gone = next(alike(wanted, pull.sequence.gone))
         if span != wanted or (gone is not None and source.handoff is not None):
-            # Has more, that other cells are missing of, or of which nothing is here.
+            # The source has further pages, which lack other cells or all cells.
             self._sources.insert(0, source)
         wanted = span
         has_tail = gone is None and source.handoff is not None and wanted.stop == pull.tail_index
@@ -52,7 +50,7 @@ class Pulling:
         def page(index: int) -> None:
             number = pull.sequence.pages[wanted.start + index]
             if gone and pull.sequence.phase is SequencePhase.FINISHED:
-                return  # Asked for before more cells were lost: another sequence asks anew.
+                return  # More cells were lost meanwhile: another sequence asks again.
             if gone:
                 self._verify_left(number, tags[index], gone)
             engine.received(number, tags[index])
@@ -67,12 +65,12 @@ class Pulling:
         )
 
     def _share_of(self, gone: frozenset[Cell] | None) -> float:
-        """Part of a page that is asked for where these cells are gone."""
+        """The share of a page that is fetched if these cells are lost."""
         ranks = self._engine.ranks
         return 1.0 if ranks is None or not gone else len(gone) / ranks.page_cells
 
     def _verify_left(self, page: int, content: Tag, brought: frozenset[Cell]) -> None:
-        """With the cells that have come the page is whole."""
+        """Check that the fetched cells complete the page."""
         engine = self._engine
         require(
             engine.ranks is not None
@@ -84,7 +82,7 @@ class Pulling:
     def _pulled(self, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
         sequence = self._pull.sequence
         if tail and self._pull.tail_index is not None and sequence.pages:
-            # What was in the page before is overwritten.
+            # The partial page is overwritten.
             self._engine.contents[sequence.pages[self._pull.tail_index]] = None
         self._engine.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self._engine.verify_found(sequence)

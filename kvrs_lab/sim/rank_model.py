@@ -6,7 +6,7 @@ from kvrs_engine.elastic.experts import Tiles
 from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.units import Units
 
-# Few units, of the bytes that a model of that size has in all.
+# Few units, with the total bytes of a model of that size.
 _UNITS = Units(
     layers=4,
     attention_bytes=(200_000_000,) * 6,
@@ -21,22 +21,22 @@ _RATES = LinkRates(host_bytes_per_s=25e9, peer_bytes_per_s=100e9)
 class RankModel:
     units: Units = _UNITS
     rates: LinkRates = _RATES
-    join_s: float = 0.02  # Until ranks that have their units compute together.
-    restart_s: float = 0.15  # Of the process of a rank.
-    grows_after_s: float = 1.5  # A rank that was lost is offered again.
-    # Tiles of each expert by layer, where `units` have experts: how often each is chosen.
+    join_s: float = 0.02  # From the last unit's arrival until the ranks compute together.
+    restart_s: float = 0.15  # Restart of a rank's process.
+    grows_after_s: float = 1.5  # Delay until a lost rank is offered again.
+    # How often each expert is chosen, by layer, if `units` have experts.
     tiles: Tiles = ()
-    balances_after_s: float | None = None  # A change of the ranks; None: experts get no copies.
+    balances_after_s: float | None = None  # After a change of ranks; None: no copies of experts.
     split: bool = False  # Each rank has parts of every expert.
-    copy_room: float = 0.5  # For copies, as a part of a rank's own weights.
+    copy_room: float = 0.5  # Room for copies, as a share of a rank's own weights.
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineModel:
     """Times of instances with a host for each stage."""
 
-    load_s: float = 10.0  # Of a host.
-    session_s: float = 0.1  # Until a host that is there computes for an instance that asks it.
-    ask_again_s: float = 1.0  # Between two rounds of questions to donors.
-    # Of the time in which a stage has a batch: its host computes. The rest is on the way.
+    load_s: float = 10.0  # Restart of a host.
+    session_s: float = 0.1  # Start of a session with a running host.
+    ask_again_s: float = 1.0  # Interval between rounds of requests to donors.
+    # Share of a stage's time in which its host computes; the rest is communication.
     computing_share: float = 1.0

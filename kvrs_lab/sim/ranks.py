@@ -1,7 +1,7 @@
-"""The ranks of a simulated instance: the layouts, plans and states of `kvrs_engine.elastic` in
-virtual time, and which cells of its pages are gone.
+"""The ranks of a simulated instance: layouts, plans and states of `kvrs_engine.elastic` in virtual
+time, and lost cells.
 
-What is simulated is which rank has what (`kvrs_lab/sim/rank_model.py`), and when it is there.
+The simulated parts are each rank's units (`kvrs_lab/sim/rank_model.py`) and their arrival times.
 """
 
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ from kvrs_lab.sim.lost_cells import LostCells
 from kvrs_lab.sim.process import Step, require
 from kvrs_lab.sim.site import Site
 
-_PAGES = 1  # That must find room beside the weights; cells take no part of the simulated memory.
+_PAGES = 1  # Pages that need room beside the weights; cells take no simulated memory.
 
 
 class SimRanks:
@@ -53,16 +53,16 @@ class SimRanks:
         self.count = count
         self.number = 0
         self.report: ReformingReport | None = None
-        self.late_factor = 1.0  # What it predicts takes so many times as long.
+        self.late_factor = 1.0  # Factor of predicted durations.
         self._engine = engine
         self._site = site
         self._model = model = site.rank_model
         self._ready_s = 0.0
         layout = hybrid(model.units, staged(model.units.layers, [range(count)]), split=model.split)
-        # The pace is that of experts which are all chosen equally often.
+        # The pace assumes that all experts are chosen equally often.
         self._shares = partial(shares, units=model.units, tiles=model.tiles)
         self._full = shares(layout, model.units)
-        # The factors are those of this layout.
+        # The factors belong to `_paced`.
         self._paced, self._factors = layout, self._shares(layout).factors(self._full)
         whole = model.units.total_bytes
         self._machine = Reforming(
@@ -78,21 +78,21 @@ class SimRanks:
                 step_s=self._step_s,
             ),
         )
-        self._layout = layout  # By which the cells that are there lie.
+        self._layout = layout  # Layout of the present cells.
         self._cells = LostCells(engine, site)
-        self._start_s = 0.0  # Until the ranks of this plan run.
+        self._start_s = 0.0  # Delay until the ranks of this plan run.
         self._lost: list[int] = []
-        self._left: set[int] = set()  # On purpose; those of the layout are about to.
+        self._left: set[int] = set()  # Ranks that left on purpose, or are about to leave.
 
     def begin(self) -> None:
-        """The instance runs."""
+        """Schedule the first balancing."""
         self._balance_later(self._layout)
 
-    # What the instance asks.
+    # Calls of the instance.
 
     @property
     def serves(self) -> bool:
-        """Also while units move to ranks that join, or from one that leaves."""
+        """Return whether the instance serves, also while units move to or from a rank."""
         phase = self._machine.phase
         moves = phase is ReformingPhase.MOVING and self.report is None
         return moves or phase is ReformingPhase.SERVING
@@ -103,7 +103,7 @@ class SimRanks:
 
     @property
     def layout(self) -> Layout:
-        """That serves, or did last."""
+        """The layout that serves, or served last."""
         return self._machine.layout
 
     @property
@@ -115,7 +115,7 @@ class SimRanks:
         return self._machine.layout.number
 
     def load(self) -> ReformingReport | None:
-        """The current report."""
+        """Return the current report."""
         if self.report is None:
             return None
         ready_in_s = max(0.0, self._ready_s - self._site.clock.now_s)
@@ -123,7 +123,7 @@ class SimRanks:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Step times of decoding and of prefill of the layout over those of all ranks."""
+        """Step times of decoding and of prefill, divided by those of all ranks."""
         if self._paced is not self._machine.layout:
             self._paced = self._machine.layout
             self._factors = self._shares(self._paced).factors(self._full)
@@ -135,13 +135,13 @@ class SimRanks:
         self._engine.later(seconds * (decode if decodes else prefill), done)
 
     def filled(self, page: int) -> None:
-        """All cells of the page have been written."""
+        """Note that all cells of the page have been written."""
         self._cells.filled(page)
 
     def gone(self, page: int) -> frozenset[Cell]:
         return self._cells.gone(page)
 
-    # What happens to it.
+    # Events of the instance.
 
     def lose(self, ranks: Iterable[int], memory_kept: bool) -> None:
         lost = frozenset(ranks)
@@ -154,7 +154,7 @@ class SimRanks:
         self._handle(RanksLost(lost, memory_kept, at_risk))
 
     def order(self, rank: int, *, leaves: bool) -> bool:
-        """Let a rank leave on purpose, or have one back; whether that is carried out."""
+        """Let a rank leave on purpose, or join again; return whether the order is carried out."""
         if not leaves:
             self._left.discard(rank)
             self._later(self._model.grows_after_s, RankOffered(rank, 0))
@@ -166,13 +166,13 @@ class SimRanks:
         return True
 
     def _cells_of(self, page: int, ranks: frozenset[int]) -> frozenset[Cell]:
-        """The cells of a page that lie on these ranks."""
+        """The cells of a page on these ranks."""
         layout = self._layout
         own = ranks.intersection(layout.ranks)
         return frozenset(cell for rank in own for cell in layout.cells(rank, page))
 
     def _step_s(self, layout: Layout) -> float:
-        """Seconds of a decoding step, as an engine predicts it for its layouts."""
+        """Seconds of a decoding step, as an engine predicts them for its layouts."""
         step_s = self._site.pace.pace.batch_s([Chunk([0], 0, [0], logits=1)])
         decode_factor, _ = self._shares(layout).factors(self._full)
         return step_s * decode_factor
@@ -189,7 +189,7 @@ class SimRanks:
             case CarryOut():
                 self._carry_out(action)
             case FormRanks():
-                self._engine.places.pause(self._site.clock.now_s)  # It may have served until now.
+                self._engine.places.pause(self._site.clock.now_s)  # The instance may have served.
                 for rank in action.layout.ranks:
                     joined = RankJoined(action.epoch, rank)
                     self._later((self._start_s + self._model.join_s) * late, joined)
@@ -253,7 +253,7 @@ class SimRanks:
         self._engine.look()
         self._engine.report()
         for rank in sorted(self._left.intersection(stage.ranks)):
-            self._handle(RankLeaving(rank))  # A loss came first.
+            self._handle(RankLeaving(rank))  # A loss came before the order to leave.
         if absent := set(range(self.count)).difference(stage.ranks, self._left):
             self._later(self._model.grows_after_s, RankOffered(min(absent), 0))
         self._balance_later(layout)
@@ -264,7 +264,7 @@ class SimRanks:
             self._engine.later(model.balances_after_s, lambda: self._balance(layout))
 
     def _balance(self, served: Layout) -> None:
-        """Give experts the copies that pay, if the ranks serve as they did."""
+        """Give experts the copies that pay, unless the layout has changed."""
         model, layout = self._model, self._machine.layout
         if layout is not served:
             return
@@ -275,7 +275,7 @@ class SimRanks:
         }
         found = rebalance(layout, model.units, model.tiles, room).layout
         if found is not layout:
-            # Every row of an expert has a holder, and none that is gone.
+            # Check that every row of an expert has a present holder.
             validate(found, model.units)
             self._handle(LoadShifted(found))
 

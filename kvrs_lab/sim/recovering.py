@@ -1,8 +1,8 @@
-"""A simulated instance that is started again: it loads a draft model, makes drafts for the most
-congested of the others, and ends that when its own model is there (LUMEN, section 4.4).
+"""A restarting simulated instance, which makes drafts for the most congested instance with a draft
+model until its own model is loaded (LUMEN, section 4.4).
 
-Pairing, batches, mirrors and bursts are those of real instances. A draft is what the model chooses
-with a given probability, by a hash of stream and position: a run is the same every time.
+Pairing, batches, mirrors and bursts are those of real instances. A draft equals the model's choice
+with a given probability, by a hash of stream and position, so runs are reproducible.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.process import Clock
 from kvrs_lab.sim.site import LATENCY_S
 
-_LOOK_S = 0.25  # Between looks for one that wants drafts, and at whether it is still there.
+_LOOK_S = 0.25  # Interval of searches for a partner, and of checks of the partner.
 _GONE = StreamId("gone")
-_ACCEPTANCE = 0.6  # Of the drafts of a configuration's model.
+_ACCEPTANCE = 0.6  # Acceptance of a configured draft model.
 
 
 @dataclass(frozen=True, slots=True)
 class SimDraftModel:
-    pace: Pace  # Of its steps.
+    pace: Pace  # Step times.
     load_s: float
-    acceptance: float  # Probability that a draft is what the model chooses.
+    acceptance: float  # Probability that a draft equals the model's choice.
 
     def token(self, stream: StreamId, position: int) -> int:
         chance = crc32(f"draft {stream}:{position}".encode()) / (1 << 32)
@@ -42,7 +42,7 @@ class SimDraftModel:
 
 
 def draft_model_of(config: Config) -> SimDraftModel | None:
-    """The draft model of a configuration; None: it has none.
+    """Find the draft model of a configuration; None: no draft model.
 
     Raises:
         ConfigError: no profile says how long the draft takes.
@@ -61,7 +61,7 @@ def draft_model_of(config: Config) -> SimDraftModel | None:
 
 
 class SimHelper:
-    """One start of an instance, from `begin` to `end`."""
+    """One restart of an instance, from `begin` to `end`."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class SimHelper:
         ]
         self._model, self._config, self._clock = model, config, clock
         self._partner: SimEngine | None = None
-        self._life = 0  # Of the partner.
+        self._life = 0  # Life of the partner.
         self._batches = self._no_batches()
-        self._waiting: list[MirrorUpdate] = []  # Until the batch under way has been computed.
+        self._waiting: list[MirrorUpdate] = []  # Updates for the next batch.
         self._computes = self._is_over = False
 
     def begin(self) -> None:
@@ -107,7 +107,7 @@ class SimHelper:
 
     @property
     def is_wanted(self) -> bool:
-        """The draft model is of use to another one."""
+        """Return whether another instance wants drafts."""
         return bool(self._wanting())
 
     def _wanting(self) -> list[InstanceId]:

@@ -25,7 +25,7 @@ _RATES = ("goodput_per_s", "tokens_per_s")
 
 
 def latencies(simulated: Simulated) -> dict[str, Any]:
-    """Means over the seeds of each measure of the clients, with 95 % intervals of several seeds."""
+    """Means over the seeds of each client measure, with 95 % intervals for several seeds."""
     runs = [*simulated.clients.values()]
     return {
         key: {column: _over_seeds([run[key][column] for run in runs]) for column in _COLUMNS}
@@ -43,7 +43,7 @@ def _over_seeds(values: list[float | None]) -> dict[str, float | None]:
 
 
 def latency_table(simulated: Simulated) -> Table:
-    """A row for each measure; the values are means over the seeds."""
+    """A table with a row for each measure; values are means over the seeds."""
     table = Table("", box=box.SIMPLE)
     for column in _COLUMNS:
         table.add_column(column, justify="right")

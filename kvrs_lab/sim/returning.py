@@ -1,4 +1,4 @@
-"""The way home of a simulated instance's lost stages, once their own hosts have loaded."""
+"""The return of a simulated instance's lost stages, once their own hosts have loaded."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ class AwayUser(StageUser):
 
     @abstractmethod
     def came_home(self, stage: int) -> None:
-        """The own host has the stage."""
+        """Handle that the own host has the stage."""
 
     @abstractmethod
     def find(self, stage: int) -> None:
-        """The own host is lost again: find another one."""
+        """Find another host, since the own host is lost again."""
 
 
 class StageReturns:
-    """Copies what was written to a loan while the lender goes on computing; batches stop for the
-    rest.
+    """Returns of stages. Written pages are copied while the lender computes; batches stop for the
+    last copy.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StageReturns:
         self._under_way: dict[int, SimLoan | None] = {}
 
     def go(self, stage: int) -> None:
-        """The own host is there, for a stage that may be borrowed."""
+        """Begin the return of a stage to its own host, which is there."""
         host, loan = self._hosts[stage], self._passage.loans.get(stage)
         if not host.is_there or self._passage.at[stage] is host or stage in self._under_way:
             return
@@ -57,12 +57,12 @@ class StageReturns:
         self._engine.later(self._site.pipeline_model.session_s, come_home)
 
     def lose(self, stage: int) -> None:
-        """The stage has no host, or its loan is over."""
+        """Stop the return, since the stage has no host or its loan is over."""
         self._under_way.pop(stage, None)
 
     def end_loan_beside(self, host: SimHost) -> bool:
-        """The own host is lost as a loan is copied to it: the next one has nothing of that, so the
-        loan is over. False: it was not.
+        """End a loan that was being copied to a lost own host, whose successor has no copies.
+        Return whether such a loan existed.
         """
         loan = self._under_way.get(host.stage) if host is self._hosts[host.stage] else None
         if loan is not None:
@@ -71,7 +71,7 @@ class StageReturns:
 
     def _copy(self, stage: int, loan: SimLoan, rounds: int) -> None:
         if self._under_way.get(stage) is not loan:
-            return  # It was lost meanwhile.
+            return  # The stage was lost meanwhile.
         if rounds < MOST_ROUNDS and len(loan.touched) > FEW_PAGES:
             again = partial(self._copy, stage, loan, rounds + 1)
             self._engine.later(self._copy_s(loan), again)
@@ -88,8 +88,8 @@ class StageReturns:
     def _come_home(self, stage: int, loan: SimLoan | None) -> None:
         host = self._hosts[stage]
         if stage not in self._under_way or self._under_way[stage] is not loan:
-            return  # It was lost meanwhile.
-        if host.own is not self._user:  # It is lost again.
+            return  # The stage was lost meanwhile.
+        if host.own is not self._user:  # The own host is lost again.
             if loan is None:
                 del self._under_way[stage]
                 self._user.find(stage)
@@ -97,7 +97,7 @@ class StageReturns:
         del self._under_way[stage]
         self._passage.at[stage] = host
         if loan is not None:
-            # What was to be written since has waited, and is written at home.
+            # Later writes have waited, and go to the own host.
             loan.copy()
             self._cells.lose_left(loan.copied, frozenset({(stage, 0)}))
             del self._passage.loans[stage]

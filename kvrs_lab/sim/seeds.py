@@ -1,4 +1,4 @@
-"""A case under several seeds, in this process, or in some at the same time."""
+"""Runs of a case under several seeds, in this process or in parallel processes."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,11 +19,11 @@ from kvrs_lab.sim.cluster import Outcome
 
 @dataclass(slots=True)
 class Simulated:
-    """All seeds together, under one policy."""
+    """The runs of all seeds under one policy."""
 
     by_seed: dict[int, Outcome]
-    broken: dict[int, str]  # By seed: the violated invariant.
-    # By seed: `kvrs_lab.report.metrics.summary` of the run as its clients saw it.
+    broken: dict[int, str]  # Violated invariant by seed.
+    # `kvrs_lab.report.metrics.summary` by seed.
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -34,7 +34,7 @@ class Simulated:
 @dataclass(slots=True)
 class SeedRun:
     seed: int
-    outcome: Outcome | None = None  # None: `broken`.
+    outcome: Outcome | None = None  # None: see `broken`.
     clients: dict[str, Any] | None = None
     broken: str = ""
 
@@ -42,7 +42,7 @@ class SeedRun:
 def simulate(
     options: SimulateOptions, config: Config, faults: Sequence[Fault], title: str = ""
 ) -> Simulated:
-    """The runs of all seeds, which do not depend on how many processes there are."""
+    """Simulate all seeds. The number of processes does not change the results."""
     seeds = range(options.seed, options.seed + options.seeds)
     console = Console(stderr=True)
     runs = track(
@@ -89,7 +89,7 @@ def _runs(
 def run_seed(
     options: SimulateOptions, config: Config, faults: Sequence[Fault], seed: int
 ) -> SeedRun:
-    """The run of one seed, here or in a process of its own."""
+    """Simulate one seed."""
     world = make_world(options, config, faults, seed)
     try:
         outcome = world.run()

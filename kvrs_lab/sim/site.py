@@ -1,4 +1,4 @@
-"""The surroundings that all simulated processes share, and page transfers between them."""
+"""The environment that all simulated processes share, and page transfers between them."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from kvrs_lab.sim.rank_model import PipelineModel, RankModel
 
 @dataclass(slots=True)
 class StreamTally:
-    """Streams of all proxies that are open."""
+    """Count of open streams at all proxies."""
 
     open: int = 0
 
@@ -38,16 +38,16 @@ class StreamTally:
         self.open -= 1
 
 
-LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
+LATENCY_S = 0.0002  # One-way latency between any two processes.
 
 
 @dataclass(frozen=True, slots=True)
 class InstancePace:
-    """The times of an instance."""
+    """Step times of an instance."""
 
     pace: Pace
-    prefill: PrefillTable  # Of one prompt alone, in chunks.
-    queued_prefill: PrefillTable  # The same, where prompts share steps.
+    prefill: PrefillTable  # For a single prompt, in chunks.
+    queued_prefill: PrefillTable  # For prompts that share steps.
 
     @classmethod
     def of(cls, profile: str, engine: EngineSettings) -> "InstancePace":
@@ -65,7 +65,7 @@ class Site:
     root: Tag
     rank_model: RankModel
     pipeline_model: PipelineModel
-    hosts: dict[InstanceId, list[SimHost]]  # Of instances with a host for each stage.
+    hosts: dict[InstanceId, list[SimHost]]  # Hosts of instances that have one per stage.
     first_token: FirstToken = FirstToken.DECODE
     tally: StreamTally = field(default_factory=StreamTally)
     holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
@@ -73,21 +73,21 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """Pages by tag, and behind them perhaps the partial one of a hand-off."""
+    """A request for pages by tag, and possibly for the partial page of a hand-off."""
 
     tags: tuple[Tag, ...]
     traffic: TrafficClass
     epoch: int | None = None
     handoff: StreamId | None = None
     tail_index: int | None = None
-    page_share: float = 1.0  # Of a page's bytes, where some of its cells are asked for.
+    page_share: float = 1.0  # Share of a page's bytes, if only some cells are fetched.
     within_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedPages:
-    """The leading run of what was asked for, pinned until `close`. `contents` says what really lies
-    in each page.
+    """The pages of the requested prefix that a holder has, pinned until `close`. `contents` has the
+    true tag of each page.
     """
 
     contents: list[Tag | None]
@@ -96,7 +96,7 @@ class OpenedPages:
 
 
 class SimHolder(SimProcess):
-    stalls_until_s = 0.0  # Its page port takes connections, and answers nothing until then.
+    stalls_until_s = 0.0  # The page port accepts connections, but does not answer until then.
 
     def start(self) -> None:
         super().start()
@@ -110,16 +110,16 @@ class SimHolder(SimProcess):
     def open(self, asked: PageRequest) -> OpenedPages: ...
 
     def end_transfer(self, stream: StreamId, below: tuple[int, int]) -> None:
-        """An agent says that the slot of lower attempts has ended."""
+        """Handle the end of the slot of attempts `below` a number."""
 
     @abstractmethod
     def check_at_rest(self) -> None:
-        """Raises AssertionError when anything is left of the streams, which have all ended."""
+        """Raises AssertionError if anything is left after the last stream."""
 
 
 class SimKeeper(SimHolder):
-    """A holder that keeps pages which others send. `begin` says where those of a range go; each is
-    then committed, and the range ended, under what it returned.
+    """A holder that keeps pages of other processes. `begin` places a range, `commit` stores each
+    page, and `end` ends the range.
     """
 
     @abstractmethod
@@ -132,21 +132,21 @@ class SimKeeper(SimHolder):
 
     @abstractmethod
     def commit(self, run: Any, index: int, content: Tag | None) -> None:
-        """A page has arrived and its checksum is right."""
+        """Store a page that has arrived with the right checksum."""
 
     @abstractmethod
     def end(self, run: Any) -> HeldPages: ...
 
 
 class SimPagePool(SimKeeper):
-    """A holder that computes pages, sends checkpoints of them, and keeps replicas of others."""
+    """A holder that computes pages, sends checkpoints of them, and keeps replicas for others."""
 
     pages: PageManager
     backlog: CheckpointBacklog
     replicas: ReplicaBook
-    contents: list[Tag | None]  # What is in each full page, by number.
+    contents: list[Tag | None]  # Content of each full page, by number.
 
-    # What other instances send.
+    # Pages from other instances.
 
     def offer(
         self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
@@ -170,20 +170,20 @@ class SimPagePool(SimKeeper):
 
     @abstractmethod
     def received(self, page: int, content: Tag) -> None:
-        """The page has this in it now."""
+        """Note the content of a page."""
 
     @abstractmethod
     def look(self) -> None:
-        """Begin whatever can be begun: pages may have become free."""
+        """Begin all work that can begin, since pages may have become free."""
 
     def contents_of(self, pages: list[int]) -> list[Tag | None]:
-        """The true content of each page."""
+        """Return the true content of each page."""
         return [self.contents[page] for page in pages]
 
 
 class Fetch:
-    """One pull. `done` hears how many full pages arrived whole, and whether the partial one did;
-    always, and once.
+    """One pull. `done` is called once, with the number of full pages that arrived intact and
+    whether the partial page did.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class Fetch:
                 self._source.corrupt_pages -= 1
                 return False
             if self._pages < len(self._opened.contents):
-                # The checksum was right, so what has come is what lay there: it had better be what
-                # was asked for.
+                # The checksum was right: the page has the holder's content, which must be the
+                # requested one.
                 asked, got = self._asked.tags[self._pages], self._opened.contents[self._pages]
                 if got != asked:
                     source, target = self._source.id, self._target.id

@@ -1,11 +1,9 @@
-"""Decode steps of a simulated instance in which nothing happens to a sequence but one more token,
-or one that fills a page.
+"""Decode steps of a simulated instance that add only a token to a sequence, or also fill a page.
 
-That is so from its second token to the last but one, and the sequence is steady meanwhile. The
-scheduler counts it in each batch and does not name it, its tokens go to the proxy as a flow, and it
-is brought up to date when its page is full or it is looked at, with the state and at the times that
-it had if each step were worked out by itself. None is steady while pages are so short that one may
-be preempted.
+A sequence is steady from its second token to the last but one. The scheduler counts a steady
+sequence in each batch without naming it, and its tokens go to the proxy as a flow. The sequence is
+updated when its page is full or when it is read, to the state and times of a simulation step by
+step. No sequence is steady while pages are so short that a sequence may be preempted.
 """
 
 from collections import defaultdict
@@ -21,7 +19,7 @@ from kvrs_engine.scheduling.sequences import Sequence, next_chunk
 from kvrs_lab.sim.calls import Asker, Batch, SimRun, token_at, tokens_at
 from kvrs_lab.sim.flows import TokenFlow
 
-FEWEST_STEPS = 2  # For which it is worth while.
+FEWEST_STEPS = 2  # Fewest steps that make a steady sequence worth its cost.
 
 
 class SteadyScheduler(BatchScheduler):
@@ -31,7 +29,7 @@ class SteadyScheduler(BatchScheduler):
 
     @property
     def is_short(self) -> bool:
-        """The next decode steps may need more pages than there are."""
+        """Return whether the next decode steps may need more pages than are free."""
         return self._pages.free_pages <= len(self._admitted)
 
     def next_batch(self, proposals: Proposals | None = None) -> Batch:
@@ -41,7 +39,7 @@ class SteadyScheduler(BatchScheduler):
         return super().next_batch(proposals)
 
     def fill(self, sequence: Sequence, token: int, index: int) -> None:
-        """The next step of a steady sequence, which fills the page of that index."""
+        """Apply the step of a steady sequence that fills the page with this index."""
         sequence.token_ids.append(token)
         sequence.computed_tokens += 1
         register(self._pages, sequence, (index,))
@@ -54,7 +52,7 @@ class SteadyScheduler(BatchScheduler):
         return pages[0]
 
     def name(self, batch: Batch, sequences: list[Sequence]) -> None:
-        """Sequences that were steady are in this batch in flight as others are."""
+        """Put sequences that were steady into this batch in flight."""
         if batch:
             self._in_flight.end(batch)
         size = self._page_size
@@ -72,8 +70,8 @@ def _decodes(sequence: Sequence, first_position: int) -> bool:
 @dataclass(slots=True, eq=False)
 class _Steady:
     run: SimRun
-    steps: int  # Up to which the sequence is up to date.
-    end: int  # Before the step of its last token.
+    steps: int  # The sequence is up to date before this step.
+    end: int  # Step of the last token.
 
 
 class SteadyDecodes:
@@ -86,23 +84,23 @@ class SteadyDecodes:
         page_size: int,
         filled: Callable[[Sequence, int], None],
     ) -> None:
-        """`filled`: the sequence has computed the page of that index, which is registered then."""
-        self.context_tokens = 0  # Of the next step, of all together.
+        """Create the set; `filled` gets the index of each computed page."""
+        self.context_tokens = 0  # Total context of the next step.
         self._instance = instance
         self._scheduler = scheduler
         self._page_size = page_size
         self._filled = filled
         self.members: dict[Sequence, _Steady] = {}
-        self.flows: dict[Asker, TokenFlow] = {}  # By which the tokens of a step go.
+        self.flows: dict[Asker, TokenFlow] = {}  # Flows of the next step.
         self._all_flows: dict[Asker, TokenFlow] = {}
         self._steps = 0
-        # By the step before which each is looked at: it fills a page, or is steady no more.
+        # Sequences by their next step with an event: a full page, or the end.
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
-        self._filling: list[Sequence] = []  # With the next step.
-        self._beginning: list[Sequence] = []  # A page, with the next step.
+        self._filling: list[Sequence] = []  # Sequences whose page is filled by the next step.
+        self._beginning: list[Sequence] = []  # Sequences that need a page for the next step.
 
     def take(self, run: SimRun) -> None:
-        """From the next step on, if it has some before anything happens to it."""
+        """Make a sequence steady from the next step on, if its next event is far enough."""
         sequence, call, page_size = run.sequence, run.call, self._page_size
         in_page = sequence.computed_tokens % page_size
         left = call.max_tokens - (len(sequence.token_ids) - sequence.prompt_tokens) - 1
@@ -121,14 +119,14 @@ class SteadyDecodes:
         self.context_tokens += sequence.computed_tokens + 1
 
     def keeps_order(self) -> bool:
-        """The tokens of a step that ends now come behind all that was sent before."""
+        """Return whether tokens of a step that ends now arrive after all earlier tokens."""
         for asker, flow in self.flows.items():
             if not flow.keeps_order(asker.arrives_s(self._instance)):
                 return False
         return True
 
     def fill_pages(self) -> list[Sequence]:
-        """A step is over: register the pages that are full by it; return their sequences."""
+        """Register the pages that a finished step has filled; return their sequences."""
         if not self._filling:
             return []
         filled, self._filling = sorted(self._filling, key=order), []
@@ -142,7 +140,7 @@ class SteadyDecodes:
         return filled
 
     def stepped(self) -> None:
-        """Its tokens have been sent; those whose time is over leave."""
+        """Count a step whose tokens have been sent, and remove the sequences that end."""
         self._steps += 1
         self.context_tokens += len(self.members)
         for sequence in self._due.pop(self._steps, ()):
@@ -151,23 +149,23 @@ class SteadyDecodes:
                 self._leave(sequence)
             else:
                 self._catch_up(sequence, member)
-                # The tag of its page is there before the page is.
+                # The tag of a page is set before the page is full.
                 sequence.extend_tags(self._page_size)
                 self._filling.append(sequence)
                 self._due[min(self._steps + self._page_size, member.end)].append(sequence)
 
     def begin_pages(self) -> Iterator[int]:
-        """The next step begins: each page that a steady sequence gets for it."""
+        """Begin the next step; yield each new page of a steady sequence."""
         beginning, self._beginning = self._beginning, []
         return (self._scheduler.begin_page(each) for each in beginning if each in self.members)
 
     def catch_up(self) -> None:
-        """Bring all up to date."""
+        """Bring all sequences up to date."""
         for sequence, member in self.members.items():
             self._catch_up(sequence, member)
 
     def stop(self, batch: Batch | None) -> None:
-        """None is steady any more; those that were are in `batch`, if one is in flight."""
+        """End all steady decoding; name the sequences in `batch`, if in flight."""
         sequences = list(self.members)
         for sequence in sequences:
             self._leave(sequence)

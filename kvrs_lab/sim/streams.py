@@ -1,4 +1,4 @@
-"""A simulated proxy's streams: what their clients ask, and what they have got."""
+"""A simulated proxy's streams: the clients' requests and received tokens."""
 
 from array import array
 from collections.abc import MutableSequence, Sequence
@@ -20,11 +20,11 @@ class Arrival:
     """A client's request and its time."""
 
     at_s: float
-    prompt_ids: Sequence[int]  # Below 65,536. No list where there are many requests.
+    prompt_ids: Sequence[int]  # Ids below 65,536, compact for many requests.
     max_tokens: int
-    is_text: bool = False  # The proxy has its ids only when prefill has answered.
-    is_keyed: bool = False  # The client can resume it at another proxy.
-    is_poison: bool = False  # Its decode instance ends when it works on it.
+    is_text: bool = False  # The proxy learns the ids from prefill.
+    is_keyed: bool = False  # The client can resume the stream at another proxy.
+    is_poison: bool = False  # The request ends its decode instance.
     deadlines: ev.Deadlines = ev.NO_DEADLINES
 
     @property
@@ -34,14 +34,14 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class SimJournal:
-    """The truth about one stream, as `kvrs.core.model.live_stream.StreamJournal`."""
+    """The true state of one stream, as a `StreamJournal` of `kvrs.core.model.live_stream`."""
 
     stream: StreamId
     arrival: Arrival
     arrived_s: float
     prompt_tokens_guess: int
     prompt_ids: Sequence[int] | None = None
-    # What has come of a flow is added to these when they are read.
+    # Tokens of a flow are added when the journal is read.
     taken_ids: MutableSequence[int] = field(default_factory=lambda: array("H"))
     owner_epoch: int = 0
     attempt: int = 0
@@ -55,10 +55,10 @@ class SimJournal:
     promise: ev.Promise = ev.Promise.NONE
     first_token_s: float | None = None
     taken_last_s: float | None = None
-    # When the client got each token, of whichever proxy: journals of one stream share it.
+    # Time of each token at the client. Journals of one stream share the array.
     taken_s: "array[float]" = field(default_factory=lambda: array("d"))
-    part: FlowPart | None = None  # By which its tokens come, if not by themselves.
-    is_mirrored: bool = False  # Another journal has the same times, and each is noted at once.
+    part: FlowPart | None = None  # Part of a flow with the tokens.
+    is_mirrored: bool = False  # Another journal shares the times, so each token is noted at once.
 
     @property
     def is_recoverable(self) -> bool:
@@ -66,14 +66,12 @@ class SimJournal:
 
     @property
     def prefix(self) -> Prefix:
-        """The blocks of the prompt's ids, whether or not the proxy knows these: texts begin alike
-        where their tokens do.
-        """
+        """The blocks of the prompt's ids, also of text prompts: equal texts have equal tokens."""
         ids = array("I", self.arrival.prompt_ids)
         return Prefix(chain(0, memoryview(ids).cast("B")), len(ids) * ids.itemsize)
 
     def commit_head(self) -> None:
-        """Simulated clients are promised nothing."""
+        """Do nothing: simulated clients get no promises."""
 
     @property
     def output_ids(self) -> MutableSequence[int]:
@@ -95,7 +93,7 @@ class SimJournal:
 
     @property
     def takes_flows(self) -> bool:
-        """No tokens are on their way by one, and others may be."""
+        """Return whether the stream may join a flow."""
         if self.part is not None:
             self._catch_up(self.part)
         return self.part is None and not self.is_mirrored
@@ -126,7 +124,7 @@ class SimJournal:
         output_ids.append(token)
 
     def close_part(self) -> None:
-        """Its attempt is over, or it is mirrored: its attempt gets what comes from now on."""
+        """Leave the flow; the attempt gets the further tokens."""
         if self.part is not None:
             self._catch_up(self.part)
         if self.part is not None:
@@ -139,7 +137,7 @@ class SimJournal:
             tokens = tokens_at(self.stream, self.arrival.prompt_tokens + have, len(times_s))
             self.taken_ids.extend(tokens)
             self.taken_last_s = times_s[-1]
-            # Another proxy may have sent some of them before.
+            # Another proxy may have sent some of these tokens.
             self.taken_s.extend(times_s[len(self.taken_s) - have :])
         if part.is_over:
             self.part = None
@@ -149,15 +147,15 @@ class Running(Protocol):
     """An attempt."""
 
     def close(self) -> None:
-        """Close its connections and release its slot."""
+        """Close the connections and release the slot."""
 
     def expect_token(self) -> None:
-        """Report the next token as that with which it resumes."""
+        """Report the next token as that with which the attempt resumes."""
 
 
 @dataclass(slots=True, eq=False)
 class SimRecovery:
-    """One recovery, as `kvrs.proxy.streams.recoveries` notes it."""
+    """One recovery, with the facts of `kvrs.proxy.streams.recoveries`."""
 
     action: act.Recovered
     at_s: float
@@ -171,7 +169,7 @@ class SimRecovery:
             self.resumed_s = now_s
 
     def row(self) -> dict[str, Any]:
-        """With the keys of the proxy's state, as far as a report reads them."""
+        """A row with the keys of the proxy's state that a report reads."""
         resumed_s, last_s, action = self.resumed_s, self.last_token_s, self.action
         return {
             "at_s": self.at_s,
@@ -191,10 +189,10 @@ class SimRecovery:
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimStream(LiveStream):
     journal: SimJournal
-    run: Running | None = None  # The attempt that may write to it.
+    run: Running | None = None  # The attempt that may write.
     outcome: str = ""
     ended_s: float | None = None
-    failed_at_s: float | None = None  # Since when the client has been waiting for another attempt.
+    failed_at_s: float | None = None  # Start of the client's wait for another attempt.
     option: Option = Option.START
     recoveries: int = 0
     last_recovery: SimRecovery | None = None
@@ -205,7 +203,7 @@ class SimStream(LiveStream):
 
     @property
     def instance(self) -> InstanceId | None:
-        """Where its attempt runs."""
+        """The instance of the current attempt."""
         there = self.attempt.runs_on
         return None if there is None else there.id
 
@@ -219,7 +217,7 @@ class SimStream(LiveStream):
 
     @property
     def true_history_tokens(self) -> int:
-        """Also while the proxy does not know the prompt's ids."""
+        """Length of the history, also if the proxy does not know the prompt's ids."""
         return len(self.arrival.prompt_ids) + len(self.journal.output_ids)
 
     @property

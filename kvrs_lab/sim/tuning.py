@@ -1,9 +1,8 @@
-"""`kvrs lab tune`: values of settings that the simulator finds to be better than those of a
-configuration.
+"""`kvrs lab tune`: a search for better settings with the simulator.
 
-Optuna's TPE sampler (Bergstra et al., NeurIPS 2011) proposes values within a space; each proposal
-is simulated with the same seeds. The best one is then compared with the configuration on a load
-that the search has not seen, seed by seed. A gain whose interval includes 0 is none.
+Optuna's TPE sampler (Bergstra et al., NeurIPS 2011) proposes values within a space, and each
+proposal is simulated with the same seeds. The best proposal is compared with the configuration,
+seed by seed, on a load that the search has not seen. A gain is shown if its interval excludes 0.
 """
 
 import json
@@ -33,13 +32,13 @@ from kvrs_lab.sim.goals import Goal
 from kvrs_lab.sim.seeds import Simulated, simulate
 from kvrs_lab.traces.formats import load_trace
 
-_LOST_S = 60.0  # A stream that was not completed counts as a pause of that length.
+_LOST_S = 60.0  # Pause of a stream that was not completed.
 
 Value = str | int | float | bool | None
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers from `low` to `high`, both included; whole ones if both are."""
+    """Numbers from `low` to `high`, both included; integers if both are."""
 
     low: float | int
     high: float | int
@@ -62,10 +61,10 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    values: dict[str, Value]  # The best of the search, by setting.
-    found: float  # Mean of the goal over the seeds of the search,
-    base: float  # and that of the configuration.
-    gain: Interval  # On the held-out load; above 0: better.
+    values: dict[str, Value]  # Best values of the search, by setting.
+    found: float  # Mean of the goal over the search's seeds.
+    base: float  # Mean of the goal for the configuration.
+    gain: Interval  # Gain on the held-out load; above 0: better.
     held_out_base: float
 
     @property
@@ -75,7 +74,7 @@ class Tuned:
 
 
 def load_space(path: Path) -> Space:
-    """A YAML file of settings by their paths, with a list of values or a span for each.
+    """Load a YAML file that maps settings to lists of values or spans.
 
     Raises:
         ConfigError: the file cannot be read, or is no such space.
@@ -105,7 +104,7 @@ def load_space(path: Path) -> Space:
 
 
 def config_with(path: Path | None, values: Mapping[str, Value]) -> Config:
-    """The configuration with these values.
+    """Load the configuration with these values.
 
     Raises:
         ConfigError: it is wrong with them.
@@ -127,7 +126,7 @@ def _put(document: dict[str, Any], keys: Sequence[str], value: Value) -> None:
 
 
 def ends_of(space: Space) -> list[dict[str, Value]]:
-    """Values of which each end and each choice is in one, to check the space with."""
+    """Combinations that contain each end and each choice once, to check the space."""
     first = {name: each.low if isinstance(each, Span) else each[0] for name, each in space.items()}
     rows: list[dict[str, Value]] = [dict(first)]
     for name, each in space.items():
@@ -137,14 +136,14 @@ def ends_of(space: Space) -> list[dict[str, Value]]:
 
 
 def cost(goal: Goal, simulated: Simulated, seed: int) -> float:
-    """The goal's value of one seed, least is best."""
+    """The goal's value for one seed; lower is better."""
     if goal is Goal.GOODPUT:
         return -float(simulated.clients[seed]["goodput_per_s"])
     return recovery_p99_s(simulated.by_seed[seed])
 
 
 def recovery_p99_s(outcome: Outcome) -> float:
-    """The pause p99 of recovered streams; one that was lost had a long one."""
+    """The p99 pause of recovered streams. A lost stream counts as a long pause."""
     lost = sum(outcome.ended.values()) - outcome.ended[COMPLETE]
     return percentile([*outcome.pauses_s, *[_LOST_S] * lost], 99) or 0.0
 
@@ -170,7 +169,7 @@ class Tuning:
         self._known: dict[str, list[float]] = {}
 
     def _loads(self, case: SimulateOptions) -> tuple[SimulateOptions, SimulateOptions]:
-        """The load of the search, and that of the comparison: the second half of a trace, or other
+        """The loads of the search and of the comparison: the second half of a trace, or other
         seeds.
         """
         options, later = self._options, case.seed + case.seeds
@@ -198,7 +197,7 @@ class Tuning:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Some of its samplers' options are experimental.
+            warnings.simplefilter("ignore")  # Some options of its samplers are experimental.
             sampler = optuna.samplers.TPESampler(seed=self._search.seed, multivariate=True)
         study = optuna.create_study(sampler=sampler)
         base = fmean(self._costs({}, self._search, "the configuration"))
@@ -221,7 +220,7 @@ class Tuning:
         return Tuned(best, sign * study.best_value, sign * base, gain, sign * fmean(before))
 
     def _costs(self, values: Mapping[str, Value], load: SimulateOptions, title: str) -> list[float]:
-        """By seed. The same values are not simulated twice."""
+        """Costs by seed, cached by values."""
         key = json.dumps([values, load.seed], sort_keys=True)
         if key not in self._known:
             config = config_with(load.config, values)
@@ -245,7 +244,7 @@ def _suggested(trial: Any, name: str, each: list[Value] | Span) -> Value:
 
 
 def run_tuning(options: TuneOptions, case: SimulateOptions) -> int:
-    """Search, print the values as YAML if their gain is shown, and say what it is.
+    """Search; print the values as YAML if their gain is shown.
 
     Raises:
         ConfigError, TraceError, KvrsError: see `Tuning`.
@@ -263,7 +262,7 @@ def run_tuning(options: TuneOptions, case: SimulateOptions) -> int:
 
 
 def nested(values: Mapping[str, Value]) -> dict[str, Any]:
-    """The values as a configuration file has them."""
+    """Nest the values like a configuration file."""
     document: dict[str, Any] = {}
     for name, value in values.items():
         _put(document, name.split("."), value)

@@ -1,6 +1,4 @@
-"""A whole cluster in virtual time: what its clients ask, what happens to it, and what becomes of
-both. Invariants are checked as it runs.
-"""
+"""A cluster in virtual time with its clients and faults. Invariants are checked at run time."""
 
 import logging
 from collections import Counter, defaultdict
@@ -30,11 +28,10 @@ from kvrs_lab.sim.ranks import SimRanks
 from kvrs_lab.sim.recovering import SimDraftModel
 from kvrs_lab.sim.streams import Arrival
 
-LOOK_S = 0.01  # How often the faults that are left look whether their time has come.
-# Nothing that is not stuck takes that long behind the last arrival and the longest waits.
+LOOK_S = 0.01  # Interval of checks for due faults.
+# Longest time after the last arrival and the longest waits, unless a stream is stuck.
 LONGEST_S = 3600.0
-# Outcomes of streams that lost nothing; the last two were not taken, since the queues were too
-# long.
+# Outcomes of streams that lost nothing, or were refused by overloaded queues.
 _NOT_LOST = ("complete", MOVED, act.Reason.OVERLOADED.value)
 
 
@@ -68,22 +65,22 @@ class World:
             draft_model=draft_model,
             first_token=first_token,
         )
-        self._tally = self.cluster.tally  # Looked at before each step.
+        self._tally = self.cluster.tally  # Read before each step.
         self.arrivals = arrivals
         self._seed = seed
         self._expect(deaths)  # Sets the schedule.
         self._has_begun = False
         self._sent = 0
-        self._unread = 0  # Of them, by a proxy that is frozen.
+        self._unread = 0  # Requests that a frozen proxy has not read.
 
     def run(self) -> Outcome:
-        """Until every stream has ended and everything is at rest.
+        """Run until every stream has ended and all processes are at rest.
 
         Raises:
             InvariantError, AssertionError: something happened that must not.
         """
         with collect_seldom(), self._running():
-            # Nothing is over before the last request has come.
+            # The world is not over before the last request.
             last_s = max((asked.at_s for asked in self.arrivals), default=0.0)
             self._begin()
             self.cluster.clock.run(nextafter(last_s, -inf))
@@ -99,8 +96,8 @@ class World:
             return self.cluster.outcome
 
     def run_before(self, at_s: float) -> bool:
-        """Do all that happens before this time, and no more; `run` goes on from there. Returns
-        False where every stream has ended by then.
+        """Run all steps before a time; `run` continues from there. Return False if every stream has
+        ended.
         """
         with collect_seldom(), self._running():
             self._begin()
@@ -110,9 +107,7 @@ class World:
     def go_on_with(
         self, deaths: Sequence[FaultEvent], config: Config, draft_model: SimDraftModel | None
     ) -> None:
-        """From here on these faults are to come instead of those that are left; proxies have the
-        policy of this configuration, and what is started again has this draft model.
-        """
+        """Replace the pending faults, the proxies' policy, and the draft model of restarts."""
         self._expect(deaths)
         self.cluster.draft_model = draft_model
         before, now_s = self.cluster.config, self.cluster.clock.now_s
@@ -121,7 +116,7 @@ class World:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Senders log for operators what is the work of a simulation."""
+        """Disable the logs of senders, which are for operators."""
         before = logging.root.manager.disable
         logging.disable()
         try:
@@ -147,11 +142,11 @@ class World:
         self.cluster.clock.after(LOOK_S, self._strike)
 
     def _arrive(self, number: int, asked: Arrival) -> None:
-        """At the proxies in turn; clients pass over one that is down."""
+        """Send a request to the proxies in turn. Clients skip a dead proxy."""
         self._sent += 1
         serving = self.cluster.serving
         turns = [serving[(number + n) % len(serving)] for n in range(len(serving))]
-        # One that is frozen takes connections, and reads them when it wakes.
+        # A frozen proxy accepts connections, and reads them when it wakes.
         able = [proxy for proxy in turns if proxy.is_alive]
         proxy = next((each for each in able if not each.time.is_frozen), next(iter(able), None))
         if proxy is None:
@@ -170,7 +165,7 @@ class World:
         return not self._tally.open and self._sent == len(self.arrivals) and not self._unread
 
     def _come_to_rest(self) -> None:
-        """Wake and mend everything, and wait until all leases have run out."""
+        """Wake and repair all processes, and wait until all leases have expired."""
         self.cluster.outcome.never_due = sorted(
             {self._deaths[id(fault)].name for fault in self._schedule.pending}
         )
@@ -233,7 +228,7 @@ class World:
             self.cluster.clock.after(LOOK_S, self._strike)
 
     def _views(self) -> dict[InstanceId, InstanceView]:
-        """Every instance and agent that is up, and the streams that count on it."""
+        """Views of all running instances and agents, with the streams that depend on them."""
         works: Counter[InstanceId] = Counter()
         counts: defaultdict[InstanceId, dict[StreamId, Phase]] = defaultdict(dict)
         for live in (
