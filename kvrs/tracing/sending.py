@@ -26,7 +26,9 @@ _POLL_S = 0.01
 
 
 class _Exporter(OTLPSpanExporter):
-    """Encodes batches beside the event loop, because a batch takes tens of milliseconds."""
+    """Encodes batches in a thread beside the event loop, because a batch takes tens of
+    milliseconds.
+    """
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         with short_turns():
@@ -42,9 +44,9 @@ class SpanSender:
             "service.version": __version__,
             "service.instance.id": instance,
         }
-        # Attributes of the environment take precedence over those of the process.
+        # Attributes from environment variables come last, and so replace those of the process.
         resource = Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
-        # `close` waits for the last batch, and the process's exit does not.
+        # Only `close` sends the last batch: the process's exit does not wait for it.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._exporter = _Exporter(timeout=settings.timeout_s)
         self._provider.add_span_processor(

@@ -33,7 +33,7 @@ class TraceSettings:
     timeout_s: float  # Time limit of a batch, including retries.
     delay_ms: int  # Interval between batches, unless a batch is full before.
     batch_spans: int
-    max_spans: int  # Spans that wait to be sent; further spans displace the oldest.
+    max_spans: int  # Most spans that wait to be sent; further spans displace the oldest.
 
 
 def trace_settings(environ: Mapping[str, str]) -> TraceSettings | None:

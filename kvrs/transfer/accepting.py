@@ -14,14 +14,16 @@ from kvrs.transfer.stream import page_socket, readable
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-# Most connections in their hand-shake. A further one closes the oldest of the address with the
-# most, after a time in which every peer's hand-shake is over.
+# Most connections that have not ended their hand-shake. A further connection waits until the oldest
+# of the address with the most such connections has had `_GRACE_S`, in which every peer's hand-shake
+# is over, and then closes that oldest connection.
 MAX_STRANGERS = 256
 _GRACE_S = 0.5
 HANDSHAKE_TIMEOUT_S = 5.0
 _BACKLOG = 512
 
-# File descriptors ran out: others must be closed before accepting makes sense again.
+# Pause of accepting after an error such as a lack of file descriptors: other connections must close
+# before a new one can be accepted.
 _PAUSE_S = 0.1
 
 
@@ -48,8 +50,8 @@ class AcceptLoop:
         serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
         failed: Callable[[BaseException], None] = lambda bug: None,
     ) -> None:
-        """`serve` calls `proven` once the hand-shake of its connection is over; `failed` is told of
-        a bug in it.
+        """`serve` calls `proven` once the hand-shake of its connection is over; `failed` is called
+        with an exception that `serve` raises by a bug.
         """
         self._serve, self._failed = serve, failed
         # Listening sockets by accepting task.
@@ -60,11 +62,11 @@ class AcceptLoop:
         self._handshake_over = asyncio.Event()
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept connections until `close`; takes the listener over."""
+        """Accept connections of the socket until `close`, which also closes the socket."""
         self._listeners[asyncio.create_task(self._accept(listener))] = listener
 
     def proven(self) -> None:
-        """The hand-shake of the calling task's connection is over."""
+        """Note that the hand-shake of the calling task's connection is over."""
         task = asyncio.current_task()
         assert task is not None
         self._no_stranger(task)
@@ -84,7 +86,8 @@ class AcceptLoop:
             await readable(listener, None)
             await self._make_room()
             sock, address = await _accepted(listener)
-            # Await nothing until the connection has its task, which closes it.
+            # Nothing is awaited before the connection has its task: a cancellation there would
+            # leave the connection open.
             if len(self._connections) - len(self._strangers) >= MAX_PEERS:
                 sock.close()
                 continue
@@ -128,7 +131,9 @@ class AcceptLoop:
 
 
 async def _accepted(listener: socket.socket) -> tuple[socket.socket, str]:
-    """The next connection and its address; after a cancellation none was accepted."""
+    """Accept the next connection; return it with its client's address. A cancelled call has
+    accepted no connection.
+    """
     while True:
         try:
             await readable(listener, None)

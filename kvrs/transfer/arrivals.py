@@ -8,22 +8,24 @@ import time
 from math import inf
 from typing import NamedTuple
 
-# struct tcp_info of Linux: milliseconds since the last data came, and bytes received in order.
+# Fields of Linux' struct tcp_info: milliseconds since the last data arrived, and number of bytes
+# received in order.
 _LAST_DATA_MS = struct.Struct("=52xI")
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 _INFO_BYTES = _BYTES_RECEIVED.size
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
 
 
-# Tick of clocks of 250 Hz and above.
+# Longest tick of a kernel's clock of 250 Hz or more: bytes that are not older count as just
+# arrived.
 _TICK_S = 0.004
 
-# Unread bytes below which no sender waits.
+# Below this number of unread bytes the socket's buffer has room, so that no sender waits.
 _LEAST_BUFFER_BYTES = 1 << 15
 
 
 class Arrived(NamedTuple):
-    bytes: int  # Bytes since the last look.
+    bytes: int  # Bytes that arrived since the last call of `look`.
     at_s: float  # Arrival time of the last byte.
     waited_s: float  # Time before these bytes in which the sender waited for the reader.
 
@@ -36,8 +38,8 @@ class Arrivals:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._seen = 0
-        self._waited_s = 0.0  # Waiting time not reported yet.
-        self._waited_until_s = -inf  # End of the last waiting time.
+        self._waited_s = 0.0  # Waiting time of the sender that `look` has not returned yet.
+        self._waited_until_s = -inf  # End of the sender's last waiting time.
         self.look()
 
     def reading(self, read_bytes: int) -> None:
@@ -72,13 +74,16 @@ class Arrivals:
         new, self._seen = total - self._seen, total
         at_s = now_s if silent_s <= _TICK_S else now_s - silent_s
         waited_s = 0.0
-        # Bytes that arrived right after the wait may seem a tick older.
+        # Bytes that arrived right after the sender's wait may seem a tick older than the wait's
+        # end.
         if new and at_s + _TICK_S >= self._waited_until_s:
             waited_s, self._waited_s = self._waited_s, 0.0
         return Arrived(new, at_s, waited_s)
 
     def _info(self) -> tuple[int, float] | None:
-        """All bytes that ever arrived, and the seconds since the last of them."""
+        """Return the number of bytes that ever arrived, and the seconds since the last of them;
+        None: the kernel does not report them.
+        """
         if _TCP_INFO is None:
             return None
         info = self._sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)

@@ -29,7 +29,8 @@ from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 
-# Time for a prefill instance to send the holder more handed-over pages.
+# Pause between two offers to a holder that is still receiving the handed-over pages from the
+# prefill instance.
 LOOK_AGAIN_S = 0.2
 
 # Time after which a holder that answered without taking anything gets a new offer: it may have been
@@ -39,7 +40,8 @@ STUCK_S = 0.5
 # Time after which a holder without room gets a new offer.
 ROOM_S = 5.0
 
-_MAX_RANGES = 1024  # Most ranges of a batch, so that a STORE stays far below the largest frame.
+# Most page ranges of one batch, so that its STORE frame stays far below the largest allowed one.
+_MAX_RANGES = 1024
 
 # First pause before a silent agent is tried again; it doubles.
 RETRY_S = 0.5
@@ -65,7 +67,7 @@ class CheckpointDelivery:
     reserved_bytes: int
     order: int  # Order of begin: lower is earlier.
     sequence: Followed  # Sequence with the pages; its tags grow.
-    handed_over_pages: int  # Leading pages that the prefill instance is probably sending.
+    handed_over_pages: int  # Leading pages that the prefill instance is probably sending; 0: none.
     full_pages: int = 0  # Full pages computed here.
     held_pages: int = 0  # Leading pages that the holder has, by its last answer.
     looked_pages: int = -1  # `held_pages` at the last offer, while `handed_over_pages` counts.
@@ -82,7 +84,7 @@ class CheckpointDelivery:
 
     @property
     def waits(self) -> bool:
-        """Something is to be sent, now or later."""
+        """True if the holder lacks pages that can be sent, now or later."""
         return self.full_pages > self.held_pages and not self.refused and not self.missing
 
     @property
@@ -101,8 +103,8 @@ class _Holder:
 
 
 class CheckpointBacklog:
-    """All deliveries of one instance. A call costs O(1) per delivery, but `ranges` and `offers`
-    sort the waiting ones.
+    """All deliveries of one instance. A call costs O(1) per delivery that it touches, but `ranges`
+    and `offers` sort the waiting deliveries.
     """
 
     def __init__(self, page_size_tokens: int) -> None:
@@ -115,21 +117,23 @@ class CheckpointBacklog:
         self._begun = 0
 
     def held(self, sequence: Followed) -> dict[InstanceId, int]:
-        """Leading full pages that its holders have, by their last answers."""
+        """Return the number of the sequence's leading full pages that each of its holders has, by
+        the holder's last answer.
+        """
         deliveries = self._deliveries.get(sequence, [])
         return {each.holder: each.held_pages for each in deliveries if each.held_pages}
 
     def follows(self, sequence: Followed) -> bool:
-        """Pages of the sequence are being sent, or may be later."""
+        """Return whether the backlog has a delivery of the sequence."""
         return sequence in self._deliveries
 
-    # Calls of the scheduler.
+    # The scheduler calls the methods below.
 
     def follow(
         self, sequence: Followed, checkpoints: Iterable[CheckpointTarget], *, handed_over: bool
     ) -> None:
-        """Deliver the sequence's pages to these holders from now on, replacing earlier attempts at
-        its stream.
+        """Deliver the sequence's pages to these holders from now on, instead of the pages of
+        earlier attempts at its stream; a later attempt is left alone.
         """
         for checkpoint in checkpoints:
             key = (sequence.stream, checkpoint.agent)
@@ -147,7 +151,8 @@ class CheckpointBacklog:
             )
             if older is not None:
                 if older.claim == delivery.claim:
-                    # This instance is the prefill instance, so no other sends these pages.
+                    # This instance has already delivered pages of the attempt as its prefill
+                    # instance, so no other instance sends them.
                     delivery.full_pages, delivery.held_pages, delivery.handed_over_pages = (
                         older.full_pages,
                         older.held_pages,
@@ -159,8 +164,8 @@ class CheckpointBacklog:
             self._settle(delivery, 0)
 
     def filled(self, sequence: Followed, now_s: float) -> list[InstanceId]:
-        """Note that the sequence has more full pages, or has them again; return the holders that
-        wait for them.
+        """Note that the sequence has computed further full pages, or evicted ones again; return the
+        holders to which pages are to be sent.
         """
         if (deliveries := self._deliveries.get(sequence)) is None:
             return []
@@ -175,18 +180,20 @@ class CheckpointBacklog:
         return [delivery.holder for delivery in deliveries if delivery.waits]
 
     def ended(self, sequence: Followed, *, send_rest: bool) -> None:
-        """Note that nothing more is computed. Unsent pages are forgotten, or with `send_rest` still
-        sent.
+        """Note that the sequence computes no more pages. With `send_rest` its unsent pages are
+        still sent, else they are forgotten.
         """
         for delivery in list(self._deliveries.get(sequence, ())):
             delivery.ended = True
             if not (send_rest and delivery.waits):
                 self.drop(delivery)
 
-    # Sends to a holder, and its answers.
+    # The sender of pages calls the methods below.
 
     def due_in_s(self, holder: InstanceId, now_s: float) -> float | None:
-        """Time until the next work for the holder; None: nothing is waiting."""
+        """Return the time until an offer or pages for the holder are due; None: no delivery to it
+        is waiting.
+        """
         waiting = self._holders[holder].waiting
         return (
             max(0.0, min(delivery.not_before_s for delivery in waiting) - now_s)
@@ -195,14 +202,14 @@ class CheckpointBacklog:
         )
 
     def offers(self, holder: InstanceId, now_s: float) -> list[CheckpointDelivery]:
-        """Deliveries to be offered to the holder, before any `ranges`."""
+        """Return the due deliveries that must be offered to the holder before pages are sent."""
         return [delivery for delivery in self._due(holder, now_s) if not delivery.offered]
 
     def ranges(
         self, holder: InstanceId, now_s: float, budget_pages: int
     ) -> Iterator[tuple[CheckpointDelivery, int, int]]:
-        """Page ranges to send next: each delivery with the first page and the end of a range, at
-        most `budget_pages` in all.
+        """Return the page ranges to send next, of at most `budget_pages` pages in all: delivery,
+        first page and end (exclusive) of each.
         """
         offered = (delivery for delivery in self._due(holder, now_s) if delivery.offered)
         for delivery in islice(offered, _MAX_RANGES):
@@ -214,8 +221,9 @@ class CheckpointBacklog:
             yield delivery, first, end
 
     def budget_pages(self, staging_pages: int, lent_pages: int) -> int:
-        """Pages that may be lent for one holder, of `staging_pages` in all: an equal share, so that
-        a stalling holder leaves room for others.
+        """Return how many pages may be lent for sends to one holder: an equal share of
+        `staging_pages`, less what is lent already, so that a stalling holder leaves room for
+        others.
         """
         busy_holders = sum(
             any(delivery.lag_pages for delivery in self._holders[name].waiting)
@@ -225,7 +233,7 @@ class CheckpointBacklog:
         return min(share, staging_pages - lent_pages)
 
     def offered(self, delivery: CheckpointDelivery, held: HeldPages, now_s: float) -> None:
-        """Note a holder's answer to an offer."""
+        """Note a holder's answer to the offer of a delivery."""
         self._holders[delivery.holder].answers = True
         if not self._is_current(delivery):
             return
@@ -241,7 +249,8 @@ class CheckpointBacklog:
         else:
             delivery.offered = True
             delivery.not_before_s = 0.0
-            delivery.handed_over_pages = 0  # Later gaps have other causes.
+            # A page that the holder lacks from now on is not on its way from the prefill instance.
+            delivery.handed_over_pages = 0
         self._settle(delivery, lag_pages)
 
     def stored(
@@ -260,14 +269,14 @@ class CheckpointBacklog:
         self._settle(delivery, lag_pages)
 
     def lost(self, holder: InstanceId) -> None:
-        """Note that the holder does not answer."""
+        """Note that the holder does not answer; all its deliveries must be offered again."""
         self._holders[holder].answers = False
         for delivery in self._current.values():
             if delivery.holder == holder:
                 delivery.offered = False
 
     def moved(self, holder: InstanceId) -> None:
-        """Note that another, unknown holder has replaced this one."""
+        """Note that a new holder, which may have no pages, has replaced this holder."""
         for delivery in self._current.values():
             if delivery.holder == holder:
                 lag_pages = delivery.lag_pages
@@ -298,12 +307,14 @@ class CheckpointBacklog:
         return [delivery for delivery in self._holders[holder].waiting if delivery.ended]
 
     def lag_of(self, holder: InstanceId) -> int:
-        """The holder's part of the lag."""
+        """Return the holder's part of `lag_pages`."""
         return sum(delivery.lag_pages for delivery in self._holders[holder].waiting)
 
     @property
     def unprotected(self) -> int:
-        """Number of sequences without a holder: each refused, is full, or does not answer."""
+        """Return the number of sequences whose checkpoint no holder keeps, because each refused it,
+        is full, or does not answer.
+        """
         return sum(
             all(
                 each.refused or each.no_room or not self._holders[each.holder].answers

@@ -31,7 +31,7 @@ DueRange = tuple[CheckpointDelivery, int, int]
 
 
 class HolderMovedError(TransferError):
-    """Another holder has replaced this one."""
+    """Another process now receives the pages meant for a holder, and has had no offers."""
 
 
 class CheckpointSender(ABC):
@@ -61,18 +61,20 @@ class CheckpointSender(ABC):
 
     @abstractmethod
     def is_over(self, delivery: CheckpointDelivery) -> bool:
-        """The stream of an ended sequence no longer needs a checkpoint."""
+        """Return whether the stream of this ended sequence no longer needs a checkpoint."""
 
     @abstractmethod
     async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
-        """Offer a delivery. Raises TransferError: the agent does not answer."""
+        """Offer a delivery to the agent; return its answer. Raises TransferError: the agent does
+        not answer.
+        """
 
     @abstractmethod
     async def send(
         self, agent: Peer, ranges: Sequence[DueRange]
     ) -> list[tuple[int, HeldPages] | None]:
-        """Send the leading present pages of each range; return per range their number and the
-        agent's answer; None: the first page is missing.
+        """Send the leading pages of each range up to the first evicted page; return for each range
+        the number of sent pages and the agent's answer, or None if its first page was evicted.
 
         Raises:
             HolderMovedError: nothing was sent; the offers must be repeated at once.
@@ -133,7 +135,7 @@ class CheckpointSender(ABC):
                 pause_s = RETRY_S if sent else pause_s
 
     async def _due(self, agent: InstanceId) -> None:
-        """Wait until there is work for the agent."""
+        """Wait until an offer or pages for the agent are due."""
         wake = self._wakes[agent]
         while (due_in_s := self.backlog.due_in_s(agent, self.clock())) != 0:
             wake.clear()
@@ -147,8 +149,8 @@ class CheckpointSender(ABC):
                 timer.cancel()
 
     async def _round(self, peer: Peer) -> tuple[int, bool]:
-        """Make due offers, then send one batch. Returns the number of sent pages, and whether more
-        remain.
+        """Make due offers, then send one batch of pages. Returns the number of sent pages, and
+        whether more pages are probably due.
         """
         agent = peer.instance
         for delivery in self.backlog.endings(agent):
@@ -182,7 +184,7 @@ class CheckpointSender(ABC):
         return sent
 
     async def _budget(self) -> int:
-        """Wait for free staging pages; return the number for one agent."""
+        """Wait until a page may be lent; return how many may be lent for one agent."""
         while self.lent_pages == self._staging_pages:
             self._room.clear()
             await self._room.wait()

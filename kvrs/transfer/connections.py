@@ -27,8 +27,8 @@ class PageConnection:
     peer: Peer
     own: Identity
     server: Identity
-    request_id: int = 0  # Id of the question being answered.
-    mac: bytes = b""  # MAC of the first answer.
+    request_id: int = 0  # Id of the last question, which an answer must carry.
+    mac: bytes = b""  # MAC of the last question's first answer, to be checked with the payload.
     memory: mmap.mmap | None = None  # The peer's file with its pages, once it sent a descriptor.
 
     async def ask(self, question: "Question", *expected: FrameType) -> AnswerHeader:
@@ -41,7 +41,8 @@ class PageConnection:
         return answer
 
 
-# Function that sends a question; may be called twice, with two connections.
+# Function that sends a question; it is called again with a new connection if an idle connection
+# turns out to be closed.
 Question = Callable[[PageConnection], Awaitable[None]]
 
 
@@ -90,8 +91,8 @@ class ConnectionPool:
 
     @contextmanager
     def using(self, connection: PageConnection) -> Iterator[None]:
-        """Keep the connection after a clean end; close it after any other, cancellation
-        included.
+        """Keep the connection for later questions if the block ends without an exception; close it
+        otherwise.
         """
         try:
             yield
@@ -105,7 +106,9 @@ class ConnectionPool:
             idle.append(connection)
 
     def close(self) -> None:
-        """Close idle connections, and end used ones under their tasks."""
+        """Close idle connections, and shut down used ones, whose tasks then fail with a
+        `TransferError`.
+        """
         self._closed = True
         self.drop_idle()
         for stream in self._streams:
@@ -149,7 +152,7 @@ class ConnectionPool:
             raise StalledError(
                 f"no address of {peer.instance!r} within {self._stall_timeout_s} s"
             ) from None
-        except OSError as error:  # No such name, or no free descriptor.
+        except OSError as error:  # The name has no address, or no descriptor is free.
             raise TransferError(
                 f"cannot connect to {peer.instance!r}: {error.strerror or error}"
             ) from None
@@ -175,7 +178,7 @@ class ConnectionPool:
         return PageConnection(stream, peer, own, server)
 
     async def _located(self, peer: Peer) -> Peer:
-        """The peer with a numeric address: a name's address may have changed."""
+        """Return the peer with the present numeric address of its host name."""
         return replace(peer, host=await first_address(peer.host))
 
     def _socket(self, peer: Peer) -> socket.socket:

@@ -24,8 +24,9 @@ def add_fault_route(
     nodes: Collection[NodeId],
     lose_device: Callable[[int | None], None] | None = None,
 ) -> None:
-    """Add the route; `nodes` are all nodes of the cluster. `lose_device` kills a rank by its
-    number, or (None) an instance of one process, and may raise RequestError; None: no device here.
+    """Add the route; `nodes` are all nodes of the cluster, links to which may be slowed.
+    `lose_device` kills the process of the rank with a number, or, for None, of an instance without
+    ranks, and may raise RequestError. Without `lose_device` such a fault is refused.
     """
 
     async def handle(request: Request) -> Response:

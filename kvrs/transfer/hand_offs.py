@@ -31,7 +31,7 @@ from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement
 
 MEMORY_S = 30.0
-_FIRST_SPREAD = 0.25  # Spread after one sample, relative to the rate.
+_FIRST_SPREAD = 0.25  # Spread after the first sample, as a share of the rate.
 _OWN_SHARE = 0.8
 
 
@@ -40,7 +40,7 @@ class Pulled(NamedTuple):
 
     transfers: float
     size_bytes: float
-    seconds: float  # Sum of the transfers' durations.
+    seconds: float  # Sum of the transfers' durations, also of simultaneous ones.
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +58,10 @@ class _Rate:
     """Means of the samples, as of `measured_s`."""
 
     bytes_per_s: float
-    spread: float  # Mean deviation of the samples.
+    spread: float  # Mean absolute deviation of the samples from the rate, in bytes per second.
     measured_s: float
-    size_bytes: float = 0.0  # Weight of both means, in bytes.
+    # Bytes of the samples, weighted by their age: the weight of both means.
+    size_bytes: float = 0.0
 
     @classmethod
     def of(cls, bytes_per_s: float, now_s: float) -> "_Rate":
@@ -93,7 +94,9 @@ class HandOffMeter:
         self._sources.add(pull.source)
 
     def counted(self, now: Pulled, now_s: float, process: float | None = None) -> None:
-        """Take the counts of one process of the engine; another process's counts begin anew."""
+        """Take an engine's counts, and measure by their increase since the last call. There is no
+        increase if `process`, which identifies the engine's process, has changed.
+        """
         before, self._counted = self._counted, (now, process)
         pulls = self._pulls
         self._pulls = [pull for pull in pulls if not pull.is_over]

@@ -20,7 +20,7 @@ from kvrs.transfer.stream import SocketStream
 
 
 class PeerRefusedError(TransferError):
-    """The two ends do not belong together; another attempt would end alike."""
+    """The two ends do not belong together, so that another attempt would fail as well."""
 
 
 def key_of(secret: bytes, server: Identity | Peer, scope: Scope = Scope.PAGES) -> ScopedKey:
@@ -34,7 +34,8 @@ async def admit(
     adopt: Callable[[Identity], None] = lambda client: None,
     scope: Scope = Scope.PAGES,
 ) -> tuple[Identity, Identity]:
-    """The server's part. `ring`: the cluster's secrets, of which a client may prove any.
+    """Carry out the server's part of the hand-shake. `ring`: the cluster's secrets, of which a
+    client may prove any.
 
     `adopt` is called with a client that has proved the key; it may change what `identity` returns.
 
@@ -70,10 +71,12 @@ async def admit(
 async def introduce(
     stream: SocketStream, secret: bytes, own: Identity, peer: Peer, scope: Scope = Scope.PAGES
 ) -> Identity:
-    """The client's part. Returns the identity of the server: `peer`, with pages like `own`.
+    """Carry out the client's part of the hand-shake. Returns the identity of the server, which is
+    `peer` and has pages like those of `own`.
 
     Raises:
-        PeerRefusedError: it refused, does not have the secret, or is another one.
+        PeerRefusedError: the server refused, does not have the secret, or is another one than
+            `peer`.
         TransferError: the connection was lost.
     """
     proof, answer = ClientProof(key_of(secret, peer, scope), secrets.token_bytes(NONCE_BYTES)), b""

@@ -19,7 +19,9 @@ from kvrs.transfer.stream import SocketStream
 
 
 class LentFile:
-    """The file that was sent over one connection."""
+    """Lends pages of one file over one connection; the file's descriptor is sent with the first
+    answer.
+    """
 
     def __init__(self, stream: SocketStream, source: PageSource) -> None:
         self._stream = stream
@@ -61,7 +63,9 @@ class LentFile:
 
 
 async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:
-    """Checksums of the pages; computed now for pages that were never stored."""
+    """Return the checksums of the pinned pages, or of their `part`. Those of pages that were never
+    stored are computed now.
+    """
     found = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
     unknown = [index for index, checksum in enumerate(found) if checksum is None]
 

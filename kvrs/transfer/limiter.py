@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from kvrs.protocol.page_messages import TrafficClass
 
-# Delay of a turn that still catches up: GCRA's tolerance and largest burst, more than a timer's
-# usual lateness.
+# Largest lateness of a turn whose missed bytes are still made up for: GCRA's tolerance, which
+# bounds a burst. It exceeds the usual lateness of a timer.
 _CATCH_UP_S = 0.02
 
 _CHUNK_S = 0.005
@@ -64,7 +64,9 @@ class LinkTurns:
             self._bytes_per_s, self._used_until_s = bytes_per_s, now_s
 
     def begin(self, traffic: TrafficClass) -> None:
-        """Begin a transfer of this class, which asks for turns until its `end`."""
+        """Note that a transfer of this class begins; it may ask for turns until `end` is called for
+        it.
+        """
         self._open[traffic] += 1
 
     def end(self, traffic: TrafficClass) -> None:
@@ -108,7 +110,9 @@ class LinkTurns:
         return granted
 
     def next_s(self) -> float | None:
-        """Time of the next due turn; None: time alone brings none."""
+        """Return the time at which the next turn is due; None: no transfer waits, or the link is
+        cut or unlimited.
+        """
         if not self._bytes_per_s or not (queue := self._first_queue()):
             return None
         return (
@@ -145,13 +149,15 @@ class LinkTurns:
         return granted
 
     def _first_queue(self) -> deque[Turn]:
-        """Queue of the highest waiting class."""
+        """Return the queue of the highest class with a waiting transfer, or an empty queue."""
         return next(
             (queue for queue in self._waiting.values() if queue),
             self._waiting[TrafficClass.CHECKPOINT],
         )
 
     def _chunk_bytes(self) -> int:
-        """Size of a turn: small, so that turns alternate and the rate is even."""
+        """Return the most bytes of a turn that is not late: few, so that transfers alternate and
+        the rate is even.
+        """
         assert self._bytes_per_s
         return int(min(max(self._bytes_per_s * _CHUNK_S, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES))

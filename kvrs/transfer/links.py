@@ -69,7 +69,7 @@ class SendingLink:
 
     @contextmanager
     def sending(self, stream: SocketStream, traffic: TrafficClass) -> Iterator["Sender"]:
-        """One transfer over this link, from its first byte to its last."""
+        """Make a `Sender` for one transfer over this link, which lasts for the block."""
         self._turns.begin(traffic)
         try:
             yield Sender(stream, self, traffic)
@@ -108,13 +108,13 @@ class SendingLink:
             async with asyncio.timeout(self._stall_timeout_s / _KEEPALIVES):
                 await self._waiting[turn]
         except TimeoutError:
-            # A fault may have begun or ended meanwhile.
+            # An injected fault may have begun or ended meanwhile, which changes the link's rate.
             self._serve()
         finally:
             del self._waiting[turn]
 
     def _serve(self) -> None:
-        """Grant due turns, and schedule the next call."""
+        """Grant due turns, and schedule the next call of this method."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         rate = self.faults.rate(self._node, self._usual_bytes_per_s, now_s)
@@ -165,7 +165,9 @@ def split(buffers: Sequence[Bytes], size: int) -> tuple[list[Bytes], list[Bytes]
 
 
 def groups(pages: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
-    """Numbered pages in groups that are each worth a system call."""
+    """Return the pages with their indexes, in groups of about `_GATHER_BYTES` for one system call
+    each.
+    """
     size = min(max(1, _GATHER_BYTES // len(pages[0])), _GATHER_PAGES) if pages else 1
     numbered = list(enumerate(pages))
     return (numbered[start : start + size] for start in range(0, len(numbered), size))

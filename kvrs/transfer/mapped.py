@@ -35,17 +35,18 @@ from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.shared_memory.passing import close_all
 from kvrs.transfer.shared_memory.regions import in_threads, map_file
 
-# Bytes pinned and copied at a time, in far less than the stall timeout.
+# Most bytes that are pinned at a time: their copy takes far less than the stall timeout, which ends
+# the pins.
 _BATCH_BYTES = 1 << 28
 # Time for which files stay mapped for the next pull, during which the agent cannot release their
 # memory.
 _IDLE_S = 10.0
-_THREADS = 2  # One core does not saturate the memory.
+_THREADS = 2  # Threads that copy: one core does not saturate the memory.
 
 # Bytes of a probe: more than a core's cache holds.
 _PROBE_BYTES = 1 << 24
 _PROBE_PAGE_BYTES = 1 << 18
-# Interval of probes: memory does not change like links, but decisions discount older estimates.
+# Interval of probes of the memory: its rate hardly changes, but decisions discount old estimates.
 _PROBE_INTERVAL_S = 60.0
 
 
@@ -53,7 +54,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class _Copy:
-    """Copies pages, in order within each of its threads, until it is stopped."""
+    """Copies pages and checks the copies, in order within each of its threads, until it is stopped
+    or a copy is wrong.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class _Copy:
         self._stopped = Event()
 
     async def carry_out(self) -> None:
-        """Copy; a cancelled call returns once nothing is written any more."""
+        """Copy the pages; a cancelled call returns once no thread writes any more."""
         parts = [partial(self._run, number) for number in range(len(self._shares))]
         await in_threads(self._size_bytes, parts, self._stopped.set)
 
@@ -96,13 +99,14 @@ class _Copy:
         for source, target, due in self._shares[number]:
             if self._stopped.is_set():
                 return
-            # A loop of vector instructions, without the lock of the interpreter. The C library's
-            # copy takes twice as long for pieces below 1 MB, on CPUs that it gives string moves.
+            # NumPy copies by a loop of vector instructions, without the lock of the interpreter.
+            # The C library's copy takes twice as long for pieces below 1 MB on CPUs on which it
+            # uses string moves.
             whole, copy = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
             if self._part is not None:
                 whole = _cells(whole, self._part)
             np.positive(whole, out=copy.reshape(whole.shape))
-            # Check the copy, which nothing else writes.
+            # The copy is checked, not the source, which may change after the check.
             if checksum_of(target, self._part) != due:
                 return
             self._verified[number] += 1
@@ -150,15 +154,16 @@ class PageMapper:
         return True
 
     async def probe(self, peer: Peer) -> None:
-        """Measure the rate of pages from the agent, unless done lately, by a copy of as many bytes,
-        checked as pages are, if the agent shares its memory at all.
+        """Measure the rate at which pages can be copied from the memory of processes of this host,
+        unless it was measured lately or the agent does not share its memory: copy and check bytes
+        of own memory as if they were pages.
         """
         if not self._meter.may_probe(MEMORY, _PROBE_BYTES, _PROBE_INTERVAL_S, 1, self._clock()):
             return
         try:
             await self._pull(peer, PullRequest(()), (), None, lambda pages: None)
         except TransferError:
-            return  # The next round tries again, as a pull would.
+            return  # The next round of probes tries again.
         copy = await asyncio.to_thread(_probe_copy)
         self._meter.probe_begins(MEMORY, self._clock(), _PROBE_BYTES)
         await self._metered(copy)
@@ -204,12 +209,13 @@ class PageMapper:
                 raise DamagedPageError(f"checksum of mapped page {copy.verified} is wrong")
             done = frames.encode_unmap()
             await connection.stream.send(done, connection.stream.session.seal(done))
-        # Keep the files from the end of the pull on, which may have taken longer.
+        # The time for which files stay mapped begins anew: the pull may have taken longer than
+        # that.
         self._keep_for_a_while()
         return answer.index
 
     async def _metered(self, copy: _Copy) -> None:
-        """Run a copy that the meter has begun."""
+        """Run a copy whose begin the meter has noted, and note its bytes and its end."""
         try:
             await copy.carry_out()
         finally:
@@ -224,7 +230,7 @@ class PageMapper:
 
 
 def _cells(page: Bytes, part: PagePart) -> Bytes:
-    """A part of a page, `[layers, heads, bytes of a cell]`."""
+    """Return a view of a part of a page, with the axes `[layers, heads, bytes of a cell]`."""
     layers, heads = part.part.layers, part.part.heads
     cells = page.reshape(part.layers, part.heads, -1)[layers.start : layers.stop]
     return cells[:, heads.start : heads.stop]
@@ -243,10 +249,11 @@ def _probe_copy() -> _Copy:
 
 
 def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memoryview]:
-    """The pages where they lie; maps the file that came with the answer.
+    """Return views of the pages in the peer's file, which is mapped if it came with this answer.
 
     Raises:
-        TransferError: the file or a place is not what the answer says.
+        TransferError: the file cannot be mapped or has not the told size, or a page is not within
+            it.
     """
     descriptors = connection.stream.descriptors
     try:

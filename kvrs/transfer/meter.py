@@ -42,49 +42,53 @@ from kvrs.ids import NodeId
 # rate.
 TIME_CONSTANT_S = 2.0
 
-# Duration of a probe by the estimate, its smallest size, and the largest share of a link that all
-# probes take together.
+# Duration of a probe at the estimated rate, its smallest size, and the largest share of a link that
+# all probes take together.
 PROBE_S = 0.03
 PROBE_BYTES = 65536
 PROBE_SHARE = 0.01
 
-# Share of the estimate that decisions subtract beside its spread, times the root of the seconds
-# without a measurement; and the least share of it that remains.
+# Decisions subtract from the estimate its spread, and this share of it times the root of the
+# seconds without a measurement; at least `LEAST_SHARE` of it remains.
 DRIFT = 0.01
 LEAST_SHARE = 0.1
 
-# Shortest sample: a shorter time measures the clock and the scheduler.
+# Shortest time of a sample; bytes that arrive in less time are dropped, since they measure the
+# clock and the scheduler.
 _MIN_SAMPLE_S = 1e-6
 
-# Length of the pieces of a busy period, which has no end under constant traffic.
+# Time after which a busy period, which has no end under constant traffic, gives a sample.
 _MAX_SAMPLE_S = 0.1
 
-_FIRST_SPREAD = 0.25  # Spread after one sample, relative to the rate.
-_SPREAD_CONSTANTS = 4  # Time constant of the spread, in those of the rate.
+_FIRST_SPREAD = 0.25  # Spread after the first sample, as a share of the rate.
+_SPREAD_CONSTANTS = 4  # Time constant of the spread, as a multiple of `TIME_CONSTANT_S`.
 
-# Factor between sample and rate above which the sample is a step.
+# Factor between sample and estimate, in either direction, above which the sample is a step.
 _FAR = 1.5
 _TREND = 0.1  # Weight of a sample in the deviations that tell a trend from noise.
 
-_PROBE_OVERHEAD = 1.05  # Factor for frames and packets around the bytes.
-_BLIND_PAUSE_S = 10.0  # Pause after a probe that showed nothing.
-_BLIND_GROWTH = 4  # Growth of the next probe.
+# Factor from a probe's bytes to those on the link, with frames and packet headers.
+_PROBE_OVERHEAD = 1.05
+# Pause between probes of a link without an estimate: the last one gave no sample.
+_BLIND_PAUSE_S = 10.0
+_BLIND_GROWTH = 4  # Factor of a probe's size for each probe before it that gave no sample.
 _MAX_BLIND_BYTES = 1 << 20
 _MAX_BLIND = 4
 
 _MAX_FOLLOW_UPS = 3  # Most follow-ups of one probe.
-_FOLLOW_UP_GROWTH = 8  # Growth of a follow-up: a probe that is over too soon may mean any rate.
+# Largest factor between a probe and its follow-up: a very short probe may tell far too high a rate.
+_FOLLOW_UP_GROWTH = 8
 
 
 class Measurement(NamedTuple):
     bytes_per_s: float
     spread: float  # Mean deviation of the samples from the estimate, in bytes per second.
-    age_s: float  # Age of the last sample.
+    age_s: float  # Time since the last sample.
 
 
 def lower_bound(measured: Measurement) -> float:
-    """Lower bound of a link's bytes per second, by a measurement of that age; above 0. Links change
-    like a random walk, so the margin grows with the root of the age.
+    """Return the rate in bytes per second on which decisions count; above 0 for a rate above 0.
+    Links change like a random walk, so the margin grows with the root of the age.
     """
     rate, spread, age_s = measured
     margin = spread + rate * DRIFT * sqrt(max(0.0, age_s))
@@ -94,29 +98,33 @@ def lower_bound(measured: Measurement) -> float:
 @dataclass(slots=True)
 class _MeteredLink:
     transfers: int = 0
-    since_s: float = 0.0  # Start of the present sample.
-    last_s: float = 0.0  # Arrival of its last byte.
+    since_s: float = 0.0  # Start of the sample being collected.
+    last_s: float = 0.0  # Arrival of the last byte of that sample.
     bytes: int = 0
     bytes_per_s: float | None = None
     spread: float = 0.0
-    deviation: float = 0.0  # Smoothed signed deviation.
-    deviation_size: float = 0.0  # Smoothed absolute deviation.
+    deviation: float = 0.0  # Moving average of the samples' signed deviations from the estimate.
+    deviation_size: float = 0.0  # Moving average of their absolute deviations.
     latest_bytes_per_s: float = 0.0  # Rate of the last sample alone.
     measured_s: float = -inf
-    is_doubtful: bool = False  # The last sample is a step, or the only one.
-    before: tuple[float, float] | None = None  # Rate and spread before doubtful steps.
+    # The last sample was a step, or the first of all, and no later sample has confirmed it.
+    is_doubtful: bool = False
+    # Estimate and spread before the doubtful step; None: no step is in doubt.
+    before: tuple[float, float] | None = None
     probed_s: float = -inf
     probe_bytes: int = 0  # Size of the last probe.
-    probes: int = 0  # Number of probes that followed each other at once.
-    blind: int = 0  # Consecutive probes that showed nothing.
+    probes: int = 0  # Length of the last series of probes that followed each other at once.
+    blind: int = 0  # Consecutive probes that gave no sample.
 
     def begin_anew(self, bytes_per_s: float, spread: float) -> None:
-        """Forget all earlier samples."""
+        """Take this rate and spread as the estimate, and forget all earlier samples."""
         self.bytes_per_s, self.spread = bytes_per_s, spread
         self.deviation = self.deviation_size = 0.0
 
     def average(self, bytes_per_s: float, constants: float) -> None:
-        """Add a sample to the averages, `constants` time constants after the last one."""
+        """Add a sample to the averages; `constants`: time since the last sample, in time
+        constants.
+        """
         assert self.bytes_per_s is not None
         off = bytes_per_s - self.bytes_per_s
         self.deviation += _TREND * (off - self.deviation)
@@ -127,7 +135,7 @@ class _MeteredLink:
 
 
 class LinkMeter:
-    """The bandwidth from every source node: a moving average over time, and its spread."""
+    """Measures the bandwidth from every source node: a moving average over time, and its spread."""
 
     def __init__(self, min_sample_bytes: int) -> None:
         self._min_sample_bytes = min_sample_bytes
@@ -156,8 +164,8 @@ class LinkMeter:
             self._take_sample(link)
 
     def restart(self, source: NodeId, now_s: float) -> None:
-        """Restart the sample: bytes since the last sample are not counted, unless other transfers
-        share the link. Bytes passed to `add` come after it.
+        """Begin the present sample anew at `now_s`: its bytes so far are not counted, unless other
+        transfers share the link.
         """
         link = self._links[source]
         if link.transfers == 1:
@@ -172,14 +180,16 @@ class LinkMeter:
             self._take_sample(link)
 
     def unmeasured_s(self, source: NodeId, now_s: float) -> float:
-        """Time without a sample; infinite if there was none, zero while bytes may be arriving."""
+        """Return the time since the last sample; infinite if there was none, 0 while a transfer is
+        open.
+        """
         link = self._links.get(source)
         if link is None:
             return inf
         return 0.0 if link.transfers else max(0.0, now_s - link.measured_s)
 
     def estimates(self) -> dict[NodeId, float]:
-        """Bytes per second of every measured link."""
+        """Return the estimated bytes per second of every link with a sample."""
         return {
             source: link.bytes_per_s
             for source, link in self._links.items()
@@ -187,7 +197,7 @@ class LinkMeter:
         }
 
     def measurements(self, now_s: float) -> dict[NodeId, Measurement]:
-        """Measurements of all measured links."""
+        """Return the measurements of all links with a sample."""
         return {
             source: Measurement(link.bytes_per_s, link.spread, max(0.0, now_s - link.measured_s))
             for source, link in self._links.items()
@@ -195,7 +205,9 @@ class LinkMeter:
         }
 
     def probe_bytes(self, source: NodeId, least: int, most: int) -> int:
-        """Size of a probe that should take `PROBE_S`; larger if the last ones showed nothing."""
+        """Return the bytes of a probe that should take `PROBE_S`, within `least` and `most`; more
+        if the last probes gave no sample.
+        """
         link = self._links.get(source)
         if link is None:
             return least
@@ -208,10 +220,12 @@ class LinkMeter:
         return max(least, min(most, wanted * growth))
 
     def follow_up_bytes(self, source: NodeId, least: int, most: int) -> int | None:
-        """Size of a probe that follows the last one at once; None: the last one has shown enough.
+        """Return the bytes of a probe that follows the last one at once; None: the last one has
+        told enough.
 
-        A larger probe follows one that ended at once and showed nothing of an unknown link. A probe
-        that shows another rate is confirmed or refuted by one that takes `PROBE_S` at that rate.
+        On a link without an estimate, a larger probe follows one that was too short for a sample. A
+        probe that tells a rate far from the estimate is confirmed or refuted by one that takes
+        `PROBE_S` at that rate.
         """
         link = self._links.get(source)
         if link is None:
@@ -227,8 +241,8 @@ class LinkMeter:
     def may_probe(
         self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float
     ) -> bool:
-        """A probe is due: the link was not measured for `interval_s`, and `probers` that all probe
-        like this take at most `PROBE_SHARE` of it.
+        """Return whether a probe of this size is due: the link was not measured for `interval_s`,
+        and `probers` processes that all probe it in this way take at most `PROBE_SHARE` of it.
         """
         if self.unmeasured_s(source, now_s) < interval_s:
             return False
@@ -246,14 +260,15 @@ class LinkMeter:
     def probe_begins(
         self, source: NodeId, now_s: float, size_bytes: int, *, follows: bool = False
     ) -> None:
-        """Note the first byte of a probe's answer of this size; `follows`: it follows another
-        probe.
+        """Note the first byte of the answer to a probe of this size; `follows`: the probe follows
+        another one at once.
         """
         self.begin(source, now_s)
         link = self._links[source]
         link.probed_s, link.probe_bytes = now_s, size_bytes
         link.probes = link.probes + 1 if follows else 1
-        link.blind = min(link.blind + 1, _MAX_BLIND)  # Counts as blind until a sample is taken.
+        # The probe counts as one without a sample until a sample is taken.
+        link.blind = min(link.blind + 1, _MAX_BLIND)
 
     def _take_sample(self, link: _MeteredLink) -> None:
         elapsed_s = link.last_s - link.since_s
@@ -272,7 +287,8 @@ class LinkMeter:
             return
         constants = max(0.0, link.last_s - link.measured_s) / TIME_CONSTANT_S
         is_step = _is_far(rate, estimate)
-        if is_step and before is not None and not _is_far(rate, before[0]):  # The step is refuted.
+        # The sample refutes the step before it.
+        if is_step and before is not None and not _is_far(rate, before[0]):
             link.begin_anew(*before)
             link.average(rate, constants)
             link.is_doubtful, link.before = False, None
@@ -280,7 +296,7 @@ class LinkMeter:
             link.before = before or (estimate, link.spread)
             link.begin_anew(rate, max(rate * _FIRST_SPREAD, rate - link.before[0]))
             link.is_doubtful = True
-        elif in_doubt:  # The step is confirmed.
+        elif in_doubt:  # The sample confirms the step before it.
             link.begin_anew(rate, rate * _FIRST_SPREAD)
             link.is_doubtful, link.before = False, None
         else:

@@ -43,21 +43,23 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The page port of an instance or an agent. Comes from the registry, never from a request."""
+    """The page port of an instance or an agent. Its address comes from the configuration, never
+    from a request.
+    """
 
     instance: InstanceId
     node: NodeId
     host: str
     port: int
     # For a process of the own node: the directory of the node's agent, and the name of the socket
-    # there that lends descriptors of its pages. None: no lending.
+    # there that lends descriptors of its pages. None: the process lends no pages to this one.
     directory: Path | None = None
     socket: str = PAGES_SOCKET
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPages:
-    """The longest held prefix of a request."""
+    """The pages of the longest prefix of a request's pages that the peer holds, pinned."""
 
     pages: list[memoryview]
     tail: memoryview | None = None
@@ -71,7 +73,9 @@ class PinnedPages:
     offsets: Sequence[int] = ()
 
     def checksum(self, index: int, part: PagePart | None) -> int | None:
-        """Stored checksum of a page, or of its part; None: not stored."""
+        """Return the stored checksum of a page, or of its part; None: it is not stored and must be
+        computed.
+        """
         if part is None:
             return self.checksums[index] if index < len(self.checksums) else None
         if index >= len(self.cells):
@@ -85,7 +89,7 @@ class PageSource(Protocol):
     """
 
     def identity(self) -> Identity:
-        """The owner of the pages as peers see it, at this moment."""
+        """Return the identity of the pages' owner that peers get at this moment."""
         ...
 
     def pinned(self, request: PullRequest) -> AbstractAsyncContextManager[PinnedPages]:
@@ -100,14 +104,16 @@ class PageSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """Result of a pull. It counts pages with a correct checksum; later ones are undefined."""
+    """Result of a pull: the pages with a correct checksum. The contents of later pages are
+    undefined.
+    """
 
-    full_pages: int  # Leading pages of the request.
+    full_pages: int  # Number of the request's leading full pages that arrived.
     tail: bool
     bytes: int
-    seconds: float  # The caller's wait, including connecting.
+    seconds: float  # Duration of the whole pull, including the time to connect.
     gone: bool  # The peer no longer holds the missing pages.
-    error: str | None  # Reason of an early stop, unless pages are gone.
+    error: str | None  # Reason why the pull stopped early; None: it is complete, or pages are gone.
 
 
 class Incoming(Protocol):
@@ -117,21 +123,21 @@ class Incoming(Protocol):
 
     @property
     def views(self) -> Sequence[memoryview | None]:
-        """Destination of each page. None: it is received and dropped (held already, fenced, full,
-        or behind a gap).
+        """Memory for each page. None: the page is received and dropped, because it is held already,
+        its writer is fenced, the store is full, or a page before it is missing.
         """
         ...
 
     def commit(self, index: int, checksum: int) -> None:
-        """Make the page at `index` of the range visible: it is in its view, and its checksum is
-        verified.
+        """Make the page at `index` of the range visible to readers; the caller has received it into
+        its view and verified its checksum.
 
-        Called in rising order of index, and not for those without a view.
+        The caller does so in rising order of index, and not for pages without a view.
         """
         ...
 
     async def settle(self) -> None:
-        """Make the remaining pages visible: all have arrived.
+        """Make visible the pages that are not yet so; the caller has received all.
 
         Raises:
             TransferError: the pages cannot be kept.
@@ -139,11 +145,13 @@ class Incoming(Protocol):
         ...
 
     def end(self) -> HeldPages:
-        """End the transfer after its last page or a failure, once: free what was not committed."""
+        """End the range, once, after its last page or a failure: free the memory of uncommitted
+        pages, and return what is held of the stream.
+        """
         ...
 
 
-# File of a page, and the offset in it.
+# The file that has a page, and the page's offset in the file.
 PagePlace = tuple[Region, int]
 
 

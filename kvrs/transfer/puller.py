@@ -25,19 +25,21 @@ from kvrs.transfer.stream import Filling
 
 log = logging.getLogger(__name__)
 
-# Size of a transfer below which it shows no rate; at most a probe's, or probes would not count.
+# Bytes below which a transfer gives no sample of a rate; at most the bytes of a probe, which would
+# otherwise give none.
 _MIN_SAMPLE_BYTES = 1 << 15
 
 _PROBE_PIECE_BYTES = 1 << 16
 
-# Bytes between looks at the kernel's arrival times: more looks cost a fast link.
+# Bytes that are read between two looks at the kernel's arrival times: more looks would slow down a
+# fast link.
 _LOOK_BYTES = 1 << 18
 
-# Time for which fetches of attempts stay in load reports; and their largest number.
+# Time for which ended fetches stay in load reports, and the most that stay.
 _RECENT_S = 10.0
 _MAX_RECENT = 256
 
-# Notes at the meter that an answer of a source begins now.
+# Function that notes at the meter that an answer from the source begins at this time.
 _Begin = Callable[[NodeId, float], None]
 
 
@@ -78,7 +80,9 @@ class PagePuller:
         self._meter = LinkMeter(min(PROBE_BYTES, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, secret, settings.stall_timeout_s)
         self._mapper = PageMapper(identity, secret, settings.stall_timeout_s, self._meter, clock)
-        self._unmapped = ""  # Reason why the last pages of this host came through a socket.
+        # Last logged reason why pages of a process of this host came through a socket; "": they
+        # were mapped.
+        self._unmapped = ""
         self.damaged_pages = 0  # Number of damaged pages received so far.
         # Bytes of pages with a correct checksum.
         self.pulled_bytes = dict.fromkeys(TrafficClass, 0)
@@ -156,7 +160,9 @@ class PagePuller:
         self._mapper.close()
 
     async def _map(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> bool:
-        """Copy the full pages from the peer's memory; return whether nothing remains to be sent."""
+        """Copy full pages from the peer's memory; return whether no page remains to be pulled
+        through a socket.
+        """
         request, views = pulling.request, pulling.views[: len(pulling.request.tags)]
         if not views:
             return False
@@ -167,7 +173,7 @@ class PagePuller:
             )
         except TransferError as error:
             if len(pulling.views) == pulling.verified:
-                return True  # The peer has ended after its last page.
+                return True  # The peer has ended after the last page was copied.
             pulling.mapped = pulling.verified
             if str(error) != self._unmapped:
                 self._unmapped = str(error)
@@ -208,7 +214,7 @@ class PagePuller:
             if checksum_of(page, part) != answer.checksum:
                 raise DamagedPageError(f"checksum of page {pulling.verified} is wrong")
             session.check_answer(mac, answer, page)
-            # The page counts before anything else can fail: later errors do not concern it.
+            # The page is counted before the next step, whose failure would not concern it.
             pulling.add(1)
             start = await filling.next()
             answer = frames.decode_answer(
@@ -270,7 +276,7 @@ class _Metered:
         self._source = connection.peer.node
         self._arrivals = connection.stream.arrivals
         self._clock = clock
-        self._unseen = 0  # Bytes read since the last look.
+        self._unseen = 0  # Bytes read since the last look at arrival times.
         begin(self._source, self._look()[1])
 
     def read(self, size_bytes: int) -> None:
@@ -279,7 +285,7 @@ class _Metered:
             self._tell()
 
     def restart(self) -> None:
-        """Exclude the bytes until now from the measurement: an idle link may carry the first ones
+        """Exclude the bytes so far from the measurement: an idle link may carry the first bytes
         faster (token buckets) or slower (slow start) than later ones.
         """
         self._meter.restart(self._source, self._look()[1])
@@ -301,7 +307,7 @@ Report = TypeVar("Report")
 
 
 class RecentReports(Generic[Report]):
-    """Reports of events within the last seconds, for load reports."""
+    """Reports of events of the last `_RECENT_S` seconds, for load reports."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -317,7 +323,9 @@ class RecentReports(Generic[Report]):
 
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:
-    """Views to fill: every page, each followed by the start of the next answer."""
+    """Return the views to fill in order: after each page comes a view for the start of the next
+    answer.
+    """
     prologues = memoryview(bytearray(len(pages) * SEALED_ANSWER_BYTES))
     starts = range(0, len(prologues), SEALED_ANSWER_BYTES)
     return [

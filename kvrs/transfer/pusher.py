@@ -35,7 +35,7 @@ class PagePusher:
     async def offer(
         self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
     ) -> HeldPages:
-        """Ask for room for a stream's checkpoint; return what the agent has of it.
+        """Ask the agent for room for a stream's checkpoint; return how much of it the agent has.
 
         Raises:
             TransferError: the agent cannot be reached, refuses, or answers out of turn.
@@ -112,7 +112,7 @@ async def _checksums(pages: Sequence[memoryview]) -> Iterator[int]:
 
 
 def _ranges(batch: Sequence[StoredPages], checksums: Iterator[int]) -> tuple[StoredRange, ...]:
-    """Ranges of a STORE, sent before the pages."""
+    """Return the descriptions of the page ranges that a STORE frame has before the pages."""
     return tuple(
         [
             StoredRange(

@@ -55,7 +55,7 @@ def _instances_of(config: Config) -> dict[InstanceId, Peer]:
 
 
 def agents_of(config: Config) -> dict[InstanceId, Peer]:
-    """The agents, if they keep checkpoints."""
+    """Return the agents as peers; none if checkpoints are off."""
     if not config.backup.at_agents:
         return {}
     return {
@@ -70,8 +70,8 @@ def agents_of(config: Config) -> dict[InstanceId, Peer]:
 
 
 def holders_of(config: Config, own: InstanceId) -> dict[InstanceId, Peer]:
-    """Receivers of this instance's checkpoint pages, as requests name them; an instance of a group
-    sends along the ring of its stages instead.
+    """Return the peers that may receive this instance's checkpoint pages, by the ids that requests
+    name. None for an instance of a group, which sends along the ring of its stages instead.
     """
     if config.backup.mode is not BackupMode.PEER:
         return agents_of(config)

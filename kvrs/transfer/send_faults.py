@@ -11,7 +11,7 @@ from kvrs.ids import NodeId
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    bytes_per_s: float | None  # Rate of the link; None: unlimited; 0: cut.
+    bytes_per_s: float | None  # Most bytes per second on the link; None: unlimited; 0: cut.
     until_s: float
 
 
@@ -34,21 +34,23 @@ class SendingFaults:
         self._pages_to_corrupt = 0
 
     def is_idle(self, now_s: float) -> bool:
-        """No fault is active now."""
+        """Return whether no fault is active at `now_s`."""
         return not self._pages_to_corrupt and all(
             hold.until_s <= now_s for hold in self._holds.values()
         )
 
     def rate(self, node: NodeId, usual_bytes_per_s: float | None, now_s: float) -> LinkRate:
-        """The link's present rate and its end: a fault's rate replaces the usual one."""
+        """Return the link's present rate, and the time until which it holds: an active fault's rate
+        replaces the usual one.
+        """
         hold = self._holds.get(node) if self._holds else None
         return (
             hold if hold is not None and now_s < hold.until_s else LinkRate(usual_bytes_per_s, inf)
         )
 
     def payload(self, page: memoryview) -> memoryview:
-        """The bytes to send for a checksummed page: a copy with one bit flipped, while pages are to
-        be corrupted.
+        """Return the bytes to send for a checksummed page: a copy with one bit flipped while pages
+        are to be corrupted, else the page.
         """
         if not self._pages_to_corrupt:
             return page

@@ -52,8 +52,10 @@ class PageServer:
         self._ring = secret, *older
         self._settings = settings
         self._links = links
-        self._sink: PageSink | None = None  # Store for received pages; None: nothing can be stored.
-        self._lent_at: tuple[Path, str] | None = None  # Directory and name of the lending socket.
+        # Store for received pages; None: offers and pages are refused.
+        self._sink: PageSink | None = None
+        # Directory and name of the socket over which pages are lent; None: none are lent.
+        self._lent_at: tuple[Path, str] | None = None
         self._accepting = AcceptLoop(self._serve)
 
     @property
@@ -83,7 +85,7 @@ class PageServer:
         self._accepting.listen(listener)
 
     def keep(self, sink: PageSink) -> None:
-        """Store pages that peers send, from now on."""
+        """Put pages that peers send into the sink from now on."""
         self._sink = sink
 
     async def close(self) -> None:
@@ -159,7 +161,7 @@ class PageServer:
     async def _take(
         self, stream: SocketStream, frame_type: FrameType, body: bytes, page_bytes: int
     ) -> None:
-        """Answer an offer or a store."""
+        """Answer an OFFER frame, or receive the pages behind a STORE frame and answer it."""
         assert self._sink is not None
         if frame_type is FrameType.OFFER:
             offer = frames.decode_offer(body)
@@ -200,7 +202,8 @@ async def _send_pages(
             payload = sender.payload(asked)
             buffers += (session.answer(answer, payload), payload)
         if group[0][0] == 0:
-            # The receiver's meter measures from the arrival of this frame.
+            # The answer's start is sent alone, because the receiver's meter measures from its
+            # arrival.
             await sender.send(buffers.pop(0))
         await sender.send(*buffers)
     last = FrameType.END if complete else FrameType.GONE

@@ -28,18 +28,19 @@ from kvrs.transfer.shared_memory.passing import close_all, receive, rights
 # loop.
 _BYTES_PER_TURN = 1 << 20
 
-# Bytes that one call reads ahead.
+# Most bytes that one call reads, including those read ahead.
 _BYTES_PER_CALL = 1 << 20
 _MAX_VIEWS_PER_CALL = 256
 
 _DESCRIPTORS = 1  # Descriptors per message: that of the peer's file with its pages.
 
-# Bodies are read in pieces: memory is allocated for received bytes, never for announced ones.
+# Bytes of a piece in which bodies are read: memory is allocated for received bytes, never for
+# announced ones.
 _PIECE_BYTES = 1 << 16
 
-# Bytes in flight should fit in a CPU's cache: with the kernel's own, larger choice the copies go
-# through memory and take half as long again. A link of 25 Gbit/s holds less in a round trip of 0.2
-# ms.
+# Size of a socket's send buffer, which should fit in a CPU's cache: with the kernel's own, larger
+# choice copies go through memory and take half as long again. A link of 25 Gbit/s with a round trip
+# of 0.2 ms needs no larger one.
 SEND_BUFFER_BYTES = 1 << 19
 
 _KEEPALIVE_IDLE_S = 5
@@ -48,7 +49,9 @@ _KEEPALIVE_PROBES = 3
 
 
 class StalledError(TransferError):
-    """The peer neither sends nor receives, although its connection stands."""
+    """The peer neither sends nor receives for the stall timeout, although the connection is
+    open.
+    """
 
 
 def page_socket(host: str) -> socket.socket:
@@ -58,7 +61,9 @@ def page_socket(host: str) -> socket.socket:
 
 
 def tune(sock: socket.socket, stall_timeout_s: float) -> None:
-    """Send without delay, and detect a lost peer. Raises OSError."""
+    """Set the socket to send without delay, and to detect a lost peer within the stall timeout.
+    Raises OSError: an option cannot be set.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -101,13 +106,13 @@ class SocketStream:
 
     @property
     def arrivals(self) -> Arrivals:
-        """The kernel's account of arriving bytes, for one reader."""
+        """Arrival times of the socket's bytes, for a single reader."""
         if self._arrivals is None:
             self._arrivals = Arrivals(self._sock)
         return self._arrivals
 
     def begin(self, session: Session) -> None:
-        """Begin the session after the hand-shake."""
+        """Set the session, which the hand-shake has made, for all later frames."""
         self._session = session
 
     async def send(self, *buffers: Bytes) -> None:
@@ -138,7 +143,7 @@ class SocketStream:
         return bytes(body)
 
     async def receive_question(self, *expected: FrameType) -> tuple[FrameType, bytes]:
-        """Receive the next frame with its MAC."""
+        """Receive the next frame and check its MAC; return its type and body."""
         header = await self.receive(HEADER_BYTES)
         frame_type, length = decode_header(header, *expected)
         body = await self.receive(length)
@@ -151,11 +156,13 @@ class SocketStream:
         return decode_answer(start[:ANSWER_BYTES], *expected), start[ANSWER_BYTES:]
 
     async def wait_for_data(self) -> None:
-        """Wait without limit: a connection may be idle while both ends live."""
+        """Wait without limit until bytes arrive: a connection may be idle while both ends live."""
         await self._readable(None)
 
     def shut(self) -> None:
-        """End the connection under a task that is using it; that task then closes it."""
+        """Shut the connection down while a task uses it; the task's call fails, and the task closes
+        the connection.
+        """
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:  # The socket is no longer connected.
@@ -222,11 +229,11 @@ class Filling:
         self._stream = stream
         self._views = views
         self._taken = 0
-        self._whole = 0  # Number of complete views.
-        self._offset = 0  # Received bytes of the next view.
+        self._whole = 0  # Number of completely filled views.
+        self._offset = 0  # Number of received bytes of the view behind those.
 
     async def next(self) -> memoryview:
-        """The next view, once complete."""
+        """Wait until the next view is filled, and return it."""
         while self._whole <= self._taken:
             self._offset += await self._stream.receive_some(self._ahead())
             while self._whole < len(self._views) and self._offset >= len(self._views[self._whole]):
@@ -236,7 +243,9 @@ class Filling:
         return self._views[self._taken - 1]
 
     def _ahead(self) -> list[memoryview]:
-        """Memory that one call may fill: the rest of a view and some later views."""
+        """Return the memory that one call may fill: the rest of the next view, and some later
+        views.
+        """
         ahead = [self._views[self._whole][self._offset :]]
         size = len(ahead[0])
         for view in self._views[self._whole + 1 : self._whole + _MAX_VIEWS_PER_CALL]:
@@ -276,7 +285,7 @@ def _or_closed(received: int) -> int:
 
 
 def _after(buffers: Sequence[Bytes], moved: int) -> Sequence[Bytes]:
-    """The rest of `buffers` behind their first `moved` bytes."""
+    """Return the part of `buffers` behind their first `moved` bytes."""
     for index, buffer in enumerate(buffers):
         size = len(buffer)
         if moved < size:

@@ -29,10 +29,11 @@ log = logging.getLogger(__name__)
 _MEMORY = "memory-"
 _WEIGHTS = "weights-"
 _UNFINISHED = ".new"
-_ATTACHING = "attaching"  # File locked by the process that attaches.
+_ATTACHING = "attaching"  # Name of the file that a process locks while it attaches memory.
 # Time for a killed process to return its memory to the system, at 45 ms per GB.
 _DYING_S = 2.0
-_TIMEOUT_S = 120.0  # Time limit of attaching: many GB of memory are cleared first.
+# Time limit for waiting until another process has attached: the kernel first clears many GB.
+_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
 
@@ -48,7 +49,7 @@ class AnchoredFiles:
     """The files of one agent's directory. Every method may block while memory is cleared."""
 
     def __init__(self, directory: PrivateDirectory, *, reserved_bytes: int = 0) -> None:
-        """`reserved_bytes`: part of the file system that is for checkpoints."""
+        """`reserved_bytes`: bytes of the file system that stay free for checkpoints."""
         self._directory, self._reserved_bytes = directory, reserved_bytes
         self._unused_since_s: dict[str, float] = {}
 
@@ -58,7 +59,7 @@ class AnchoredFiles:
         """The files in an agent's directory; waits for an agent that starts later.
 
         Raises:
-            NoAgentError: no agent.
+            NoAgentError: no agent has made the directory in that time.
             AnchorError: other users may use the directory.
         """
         give_up_s = time.monotonic() + wait_s
@@ -114,12 +115,13 @@ class AnchoredFiles:
             return fd
 
     def weights(self, key: str, size: int) -> tuple[int, int | None]:
-        """Descriptors to read an arena, which keeps it in use while open, and to write a new one.
-        Waits for another process that writes it.
+        """Return a descriptor to read an arena of weights, which keeps the arena in use while open,
+        and a descriptor to write it, or None if the arena is complete. Waits while another process
+        writes it.
 
         Raises:
             NoAgentError: the agent has ended.
-            AnchorError: it has another size, or there is not enough memory.
+            AnchorError: the arena has another size, or there is not enough memory.
         """
         name = f"{_WEIGHTS}{quote(key, safe='')}"
         give_up_s = time.monotonic() + _TIMEOUT_S
@@ -161,10 +163,10 @@ class AnchoredFiles:
                 os.close(fd)
             self._directory.rename(name + _UNFINISHED, name)
 
-    # Methods for the agent.
+    # The agent calls the methods below.
 
     def end_orphans(self, orphan_s: float, now_s: float) -> None:
-        """Release memory that no process has used for `orphan_s`."""
+        """Release the memory of each file that no process has used for `orphan_s`."""
         before = self._unused_since_s
         # Skip this round while a process attaches.
         with suppress(AnchorError), self._alone(wait_s=0.0):
@@ -177,7 +179,7 @@ class AnchoredFiles:
                     self._directory.unlink(name)
 
     def clear(self) -> None:
-        """Unlink everything; processes keep their mappings."""
+        """Unlink all files of memory and weights; processes keep their mappings."""
         for name in [*self._names(), _ATTACHING]:
             with suppress(FileNotFoundError):
                 self._directory.unlink(name)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 EPOCH_AT = 1024
-FORMAT = 2  # Format of ledgers; other formats are not adopted.
+FORMAT = 2  # Format number of a ledger; pages behind a ledger of another format are not adopted.
 _RECORD = struct.Struct("<16s16sQQ")  # tag, tag of the page before, number of the write, checksum
 _ROW = struct.Struct("<16sI")  # tag of the last full page, pages; the stream's id
 _RECORD_BYTES = 64
@@ -50,7 +50,9 @@ def epoch_block(epoch: int) -> bytes:
 
 
 def read_header(block: "bytes | memoryview") -> tuple[str, int] | None:
-    """Kind of the memory, and epoch of the last process that attached it. None: torn."""
+    """Read the kind of the memory, and the epoch of the last process that attached it; None: the
+    header is incomplete.
+    """
     kind, epoch = unsealed(block), unsealed(block[EPOCH_AT:HEADER_BYTES])
     if kind is None or epoch is None:
         return None
@@ -76,20 +78,21 @@ class LedgerLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the ledger; the pages follow."""
+        """Size of the ledger; the pages begin behind it."""
         end = self.records_at + self.pages * _RECORD_BYTES
         return -(-end // HEADER_BYTES) * HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPages:
-    """Pages left by a process, with their tags, longest kept first; and the tags of each stream's
-    leading full pages.
+    """Pages that an earlier process left: each page's number and tag, the oldest write first, and
+    the tags of each stream's leading full pages.
     """
 
     pages: list[tuple[int, Tag]] = field(default_factory=list)
     streams: dict[StreamId, list[Tag]] = field(default_factory=dict)
-    damaged: int = 0  # Number of torn records, and of records with another page.
+    # Number of records that were incomplete, or whose checksum was not that of their page.
+    damaged: int = 0
 
 
 class PageLedger:
@@ -114,27 +117,28 @@ class PageLedger:
         self._writes = 0
         self._free_rows = list(range(layout.rows - 1, -1, -1))
         self._row_of: dict[StreamId, int] = {}
-        # Streams in `_row_of` that belong to the process before.
+        # Adopted streams of the process before that this process does not run yet; their rows may
+        # be reused.
         self._left: dict[StreamId, None] = {}
 
     @property
     def is_current(self) -> bool:
-        """No later process has attached the instance's memory."""
+        """True while no later process has attached the instance's memory."""
         return self._header[EPOCH_AT : EPOCH_AT + len(self._epoch)] == self._epoch
 
-    # Methods for pages.
+    # The scheduler calls the methods below for pages, and then for streams.
 
     def record(self, page: int, tag: Tag, parent: Tag) -> None:
-        """Record that the page has the tag's contents; call once it is no longer written."""
+        """Record that the page holds the tokens of `tag`, behind the page of `parent`. The caller
+        does so once the page is no longer written.
+        """
         self._writes += 1
         facts = _RECORD.pack(tag, parent, self._writes, checksum(self._page(page)))
         self._records.write(page, facts)
 
     def clear(self, page: int) -> None:
-        """Clear the page's record; call before the page is written again."""
+        """Clear the page's record. The caller does so before the page is written again."""
         self._records.clear(page)
-
-    # Methods for streams.
 
     def note_stream(self, stream: StreamId, pages: int, last: Tag) -> None:
         """Note that the stream's first full pages are recorded, up to the one with tag `last`."""
@@ -153,10 +157,12 @@ class PageLedger:
             self._rows.clear(row)
             self._free_rows.append(row)
 
-    # Pages of the process before.
+    # A process calls the methods below at its start and at its end.
 
     def adopt(self) -> KeptPages:
-        """Verify the pages of the process before; incomplete ones are cleared."""
+        """Verify the pages of the process before, and return the correct ones; records of the
+        others are cleared.
+        """
         found: dict[Tag, tuple[int, int, Tag]] = {}
         damaged = 0
         for page in range(self._layout.pages):
@@ -180,14 +186,16 @@ class PageLedger:
         return kept
 
     def forget(self) -> None:
-        """Clear everything that the process before has left."""
+        """Clear all records and rows that the process before has left."""
         for row in range(self._layout.rows):
             self._rows.clear(row)
         for page in range(self._layout.pages):
             self.clear(page)
 
     def drop(self) -> None:
-        """Drop all pages: no process can adopt them, and this one ends before its next batch."""
+        """Clear the header: no process can adopt the pages, and this process ends before its next
+        batch.
+        """
         self._header[:] = bytes(HEADER_BYTES)
 
     def write_note(self, note: bytes) -> None:
@@ -222,7 +230,9 @@ class PageLedger:
 
 
 def _chain(last: Tag, pages: int, parents: dict[Tag, Tag]) -> list[Tag] | None:
-    """Tags of a stream's first pages; None: a page is missing."""
+    """Return the tags of a stream's first `pages` pages, of which `last` is the last; None: one of
+    them was not kept.
+    """
     chain: list[Tag] = []
     tag = last
     while len(chain) < pages:

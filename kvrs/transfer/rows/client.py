@@ -17,13 +17,15 @@ from kvrs.transfer.rows.tags import RowTags
 
 log = logging.getLogger(__name__)
 
-# Time for which a failed agent is not asked again.
+# Time for which an agent that failed to answer is not asked again.
 SILENT_S = 1.0
-_BATCH = 256  # Rows per question, so that a lost connection loses little.
+_BATCH = 256  # Most rows of one LOAD question, so that a lost connection loses few.
 
 
 class RowClient:
-    """Connections to one agent. Threads may share the object."""
+    """Client of one agent's rows of one space, with a connection per calling thread. Threads may
+    share it.
+    """
 
     def __init__(
         self,
@@ -35,8 +37,9 @@ class RowClient:
         *,
         is_local: bool = False,
     ) -> None:
-        """`dial` connects within a time, and raises OSError without an agent; `name` is for
-        messages. `is_local`: the agent is on this host, and rows need no tag.
+        """`dial` connects within the given seconds, and raises OSError if no agent listens; `name`
+        is for messages. `is_local`: the agent is on this host, so that a row may come with a
+        checksum instead of a tag.
         """
         self.name = name
         self._dial, self._key = dial, key
@@ -51,7 +54,9 @@ class RowClient:
         return time.monotonic() >= self._silent_until_s
 
     def find(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
-        """Ask which rows the agent holds; False also if it does not answer in time."""
+        """Ask which rows the agent holds; return for each key whether it does, False for all keys
+        that it does not answer in time.
+        """
         give_up_s = time.monotonic() + timeout_s
         found: list[bool] = []
 
@@ -70,14 +75,14 @@ class RowClient:
         return found + [False] * (len(keys) - len(found))
 
     def load(self, wanted: Sequence[tuple[bytes, memoryview]], timeout_s: float) -> int:
-        """Receive rows into memory, and check each. Returns the number of leading correct rows;
-        memory of later ones is undefined.
+        """Receive the row of each key into its memory, and verify it. Returns the number of leading
+        correct rows; the memory of later rows is undefined.
         """
         give_up_s = time.monotonic() + timeout_s
         loaded = 0
 
         def ask(stream: RowStream) -> None:
-            """Load the missing rows; present ones are not written again."""
+            """Load the batch's rows that have not come over an earlier connection."""
             nonlocal loaded
             batch = wanted[loaded:end]
             stream.send(rows.encode(RowFrame.LOAD, [key for key, _ in batch]))
@@ -91,7 +96,8 @@ class RowClient:
             if loaded < end:
                 break
         if loaded and self._said.endswith(TOO_SLOW):
-            self._silent_until_s = 0.0  # The agent is fine: the time was too short.
+            # Rows have come, so the agent is asked again at once: only the time was too short.
+            self._silent_until_s = 0.0
         return loaded
 
     def close(self) -> None:
@@ -113,8 +119,8 @@ class RowClient:
         return True
 
     def _call(self, ask: Callable[[RowStream], None], give_up_s: float) -> None:
-        """Ask on a connection. An idle connection may belong to an ended agent: then the question
-        is repeated once.
+        """Ask on an idle or a new connection, until the time `give_up_s`. If an idle connection
+        turns out to belong to an ended agent, the question is repeated once.
         """
         for _ in range(2):
             if not self.is_usable or time.monotonic() >= give_up_s:

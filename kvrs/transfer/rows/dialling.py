@@ -20,9 +20,10 @@ from kvrs.transfer.store.directory import not_ours, open_to_others
 from kvrs.transfer.stream import SEND_BUFFER_BYTES, page_socket, tune
 
 _BACKLOG = 128
-# Time for which sent bytes may stay unacknowledged before the other end counts as gone.
+# Seconds for which sent bytes may stay unacknowledged before TCP gives the connection up.
 _GONE_S = 10.0
-_MODE, _OTHERS = 0o750, 0o027  # Mode of the directory, and bits that it must not have.
+# Mode of the socket's directory, and bits that its mode must not have.
+_MODE, _OTHERS = 0o750, 0o027
 _SOCKET, _SOCKET_MODE = "rows", 0o660
 
 
@@ -55,7 +56,8 @@ def listen_unix(directory: Path) -> socket.socket:
 
 def _give_to_group(directory: int) -> None:
     for group in (os.stat("..", dir_fd=directory).st_gid, os.getegid()):
-        with suppress(OSError):  # This user is not in the group.
+        # This user is not in the group, and leaves the directory to the own group.
+        with suppress(OSError):
             os.chown(_SOCKET, -1, group, dir_fd=directory, follow_symlinks=False)
             os.fchown(directory, -1, group)
             return
@@ -128,7 +130,7 @@ def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _looked_up(host: str, port: int) -> Any:
-    """First address of a host, or the error."""
+    """Return the first address of a host, or the look-up's error instead of raising it."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
     except OSError as error:

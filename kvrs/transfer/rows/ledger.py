@@ -25,20 +25,23 @@ import struct
 from kvrs.errors import TransferError
 
 MAX_KEY_BYTES = 55
-MAX_ROWS = 1 << 22  # Most rows: 8 TB of rows of 2 MiB.
+MAX_ROWS = 1 << 22  # Most rows of a ledger; a larger one is refused. Rows of 2 MiB would have 8 TB.
 EPOCH_BYTES = 16
-# This processor keeps loads and stores in order, as readers of a living engine need.
+# True if this processor keeps loads and stores in order, without which no rows of a living engine
+# are read.
 ORDERED = platform.machine() in {"x86_64", "AMD64"}
 
 _MAGIC = b"kvrsrows"
 _VERSION = 2
-# Magic, version, bytes of an entry, rows, bytes of a row, epoch; then 1 once nothing is shared.
+# Magic, version, bytes of an entry, number of rows, bytes of a row, epoch. Behind it a word is 1
+# once the writer has withdrawn all rows.
 _HEADER = struct.Struct(f"<8sIIQQ{EPOCH_BYTES}s")
 _CLOSED_AT = _HEADER.size
 _ENTRY_BYTES = 64
-_WORDS = _ENTRY_BYTES // 8  # Words of an entry or the header.
+_WORDS = _ENTRY_BYTES // 8  # Words of 8 bytes in an entry, and in the header.
 _KEY_AT = 8
-# Bit of the byte in front of a key, beside the length.
+# Bit of the byte in front of a key that a protected row has; the byte's other bits are the key's
+# length.
 _PROTECTED = 0x80
 assert _HEADER.size + 8 <= _ENTRY_BYTES
 assert _KEY_AT + 1 + MAX_KEY_BYTES == _ENTRY_BYTES
@@ -68,19 +71,23 @@ class RowLedger:
         self.describe(row_bytes)
 
     def describe(self, row_bytes: int) -> None:
-        """Set the size of a row and a new epoch, before the ledger is passed to a reader."""
+        """Write the size of a row and a new epoch into the header; called before the ledger is
+        passed to a reader.
+        """
         header = _HEADER.pack(
             _MAGIC, _VERSION, _ENTRY_BYTES, self.rows, row_bytes, secrets.token_bytes(EPOCH_BYTES)
         )
         self._memory[: _HEADER.size] = header
 
     def writing(self, row: int) -> None:
-        """Note that the row's contents are gone."""
+        """Note that the row has no key until `holds`: its contents are about to be overwritten."""
         at = (row + 1) * _WORDS
         self._words[at] = (self._words[at] + 1) | 1
 
     def holds(self, row: int, key: bytes, *, protected: bool = False) -> None:
-        """Note that all bytes of the key are in the row. A key that is too long is not noted."""
+        """Note that the row has all bytes of `key`. A key above `MAX_KEY_BYTES` is not noted, so
+        its row is not shared.
+        """
         at = (row + 1) * _WORDS
         if not self._words[at] & 1 or len(key) > MAX_KEY_BYTES:
             return
@@ -142,7 +149,7 @@ class LedgerView:
 
     @property
     def epoch(self) -> bytes:
-        """Random bytes, which change whenever all rows become invalid."""
+        """The ledger's epoch: random bytes, which change whenever all rows become invalid."""
         return self._memory[_CLOSED_AT - EPOCH_BYTES : _CLOSED_AT]
 
     @property
@@ -150,13 +157,13 @@ class LedgerView:
         return self._words[_CLOSED_AT // 8] != 0
 
     def sequences(self) -> list[int]:
-        """Sequences of all rows; zeros if nothing is shared."""
+        """Return the sequence of every row; zeros once the writer has withdrawn all rows."""
         if self.is_closed:
             return [0] * self.rows
         return self._words[_WORDS::_WORDS].tolist()
 
     def entry(self, row: int) -> tuple[bytes, int] | None:
-        """Key and sequence of a row. None: empty, or being written."""
+        """Return the key and the sequence of a row; None: the row is empty, or being written."""
         at = (row + 1) * _WORDS
         if not (sequence := self._words[at]) or sequence & 1:
             return None
@@ -173,7 +180,7 @@ class LedgerView:
         return [row for row, size in enumerate(sizes) if size & _PROTECTED]
 
     def still(self, row: int, sequence: int) -> bool:
-        """The row has not been written since its entry had this sequence."""
+        """Return whether the row has not been written since its entry had this sequence."""
         return self._words[(row + 1) * _WORDS] == sequence and not self.is_closed
 
     def release(self) -> None:

@@ -57,7 +57,9 @@ class RegionLink:
         self._thread.start()
 
     def close(self) -> None:
-        """End the link; the engine still counts as alive for the agent."""
+        """End the thread and its connection; the engine still counts as alive for the agent while
+        this process lives.
+        """
         self._stop.set()
         if (stream := self._stream) is not None:
             stream.end()
@@ -93,7 +95,7 @@ class RegionLink:
 
 
 class ToldOnce:
-    """Logs a state once until it changes."""
+    """Logs a state unless it equals the state logged last."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log, self._last = log, ""
@@ -105,7 +107,7 @@ class ToldOnce:
 
 
 def read_only(descriptor: int) -> int:
-    """The same file, opened for reading only."""
+    """Open the descriptor's file anew for reading only, and return that descriptor."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -28,11 +28,11 @@ class RowStream:
 
     @property
     def is_local(self) -> bool:
-        """The other end is a process of this host."""
+        """True if the other end is a process of this host."""
         return self._connection.family == socket.AF_UNIX
 
     def until(self, timeout_s: float | None) -> None:
-        """Set a time limit for everything from here on; None: no limit."""
+        """Set the time from now after which sends and receives fail; None: no limit."""
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def end(self) -> None:
@@ -43,10 +43,10 @@ class RowStream:
     def close(self) -> None:
         self._connection.close()
 
-    # Mutual proof.
+    # The two ends prove the secret to each other by the methods below.
 
     def prove(self, key: ScopedKey) -> None:
-        """The client's part of the proof.
+        """Carry out the client's part of the mutual proof.
 
         Raises:
             TransferError: the agent has another secret, or it is not an agent.
@@ -62,10 +62,10 @@ class RowStream:
         self.send(answer)
 
     def admit(self, keys: Sequence[ScopedKey]) -> None:
-        """The server's part of the proof.
+        """Carry out the server's part of the mutual proof; the client may have any of these keys.
 
         Raises:
-            TransferError: the client has proved nothing.
+            TransferError: the client has proved none of the keys.
         """
         self.until(PROOF_S)
         proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES))
@@ -79,10 +79,12 @@ class RowStream:
         if proof.scope is None:
             raise TransferError("row port: the client has proved nothing")
 
-    # Methods for frames.
+    # Both ends exchange frames by the methods below, once the proof is over.
 
     def send(self, *parts: bytes | bytearray | memoryview) -> None:
-        """Send. Raises TransferError: the connection is lost, or the other end is too slow."""
+        """Send the parts one after the other. Raises TransferError: the connection is lost, or the
+        other end is too slow.
+        """
         left = [memoryview(part).cast("B") for part in parts if len(part)]
         try:
             while left:
@@ -119,7 +121,7 @@ class RowStream:
             raise self._lost(error) from None
 
     def send_with(self, descriptors: Sequence[int], frame: bytes) -> None:
-        """Raises TransferError."""
+        """Send a frame, and copies of the descriptors with its first byte. Raises TransferError."""
         try:
             self._wait()
             sent = socket.send_fds(self._connection, [frame], list(descriptors))
@@ -132,10 +134,11 @@ class RowStream:
         return rows.decode_head(self.receive_exactly(rows.HEAD_BYTES))
 
     def receive_head_with(self, most: int) -> tuple[RowHead, list[int]]:
-        """A frame's head and the descriptors that came with it, owned by the caller.
+        """Receive a frame's head, and the descriptors that came with it, which the caller must
+        close.
 
         Raises:
-            TransferError: as `receive_head`, or there are more than `most`.
+            TransferError: as `receive_head`, or there are more than `most` descriptors.
         """
         found: list[int] = []
         head = bytearray(rows.HEAD_BYTES)
@@ -157,7 +160,7 @@ class RowStream:
         """Receive the head of an answer.
 
         Raises:
-            TransferError: another answer, or a refusal.
+            TransferError: another frame than `frame` arrived, such as a refusal.
         """
         head = self.receive_head()
         if head.frame is RowFrame.REFUSED:
@@ -168,7 +171,7 @@ class RowStream:
         return head
 
     def choose(self, space: Space) -> None:
-        """Choose the space of keys and rows from here on. Raises TransferError."""
+        """Tell the agent the space to which all later keys belong. Raises TransferError."""
         self.send(rows.encode(RowFrame.SPACE, body=rows.encode_space(space)))
         self.expect(RowFrame.HELD)
 
@@ -177,7 +180,7 @@ class RowStream:
         the caller verifies. None: the row is gone.
 
         Raises:
-            TransferError: another frame, or a row of another size.
+            TransferError: the frame is no row, or the row has not the size of `into`.
         """
         head = self.receive_head()
         if head.frame is RowFrame.GONE:
@@ -190,13 +193,13 @@ class RowStream:
         return head.frame, tag
 
     def receive_exactly(self, size: int) -> bytes:
-        """Raises TransferError. The caller has checked the size."""
+        """Receive exactly `size` bytes; the caller has checked the size. Raises TransferError."""
         data = bytearray(size)
         self.receive_into(memoryview(data))
         return bytes(data)
 
     def receive_into(self, view: memoryview) -> None:
-        """Raises TransferError."""
+        """Receive bytes until the view is full. Raises TransferError."""
         try:
             while view:
                 self._wait()
@@ -207,7 +210,9 @@ class RowStream:
             raise self._lost(error) from None
 
     def _wait(self) -> float | None:
-        """Set the time that the next call may take, and return it."""
+        """Set the socket's timeout to the seconds left until the deadline, and return them; None:
+        no deadline. Raises TransferError: none are left.
+        """
         if self._deadline_s is None:
             self._connection.settimeout(None)
             return None

@@ -58,5 +58,5 @@ def _gmac(secret: bytes, salt: bytes) -> Gmac:
 
 
 def _meaning(space: Space, key: bytes) -> bytes:
-    """The bytes that identify a row: each space and key has its own."""
+    """Return bytes that identify a row: no two pairs of space and key have the same."""
     return encode_space(space) + key

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_CREDENTIALS = struct.Struct("3i")  # The kernel's report of the other end: pid, uid, gid.
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 # Plain numbers, because an operation on the members of `socket` takes longer than the call itself.
 _CLOEXEC, _NO_ROOM, _CUT = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_CTRUNC, socket.MSG_TRUNC))
 
 
 def listen_in(directory: Path, name: str, kind: socket.SocketKind) -> socket.socket:
-    """Raises OSError: the socket cannot be made."""
+    """Make a listening UNIX socket in a directory. Raises OSError: it cannot be made."""
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
         with opened(directory) as inside:
@@ -45,19 +45,23 @@ def remove_in(directory: Path, name: str) -> None:
 
 
 def connect_in(directory: Path, name: str, connection: socket.socket) -> None:
-    """Raises OSError: there is no such directory, or no process listens in it."""
+    """Connect to the UNIX socket of this name in a directory. Raises OSError: there is no such
+    directory, or no process listens there.
+    """
     with opened(directory) as inside:
         connect_at(inside, name, connection)
 
 
 def connect_at(directory: int, name: str, connection: socket.socket) -> None:
-    """Raises OSError: no process listens in the open directory."""
+    """Connect to the UNIX socket of this name in an open directory. Raises OSError: no process
+    listens there.
+    """
     connection.connect(_path(directory, name))
 
 
 def foreign_user(connection: socket.socket) -> str | None:
-    """Reason why the process at the other end may not be served; None: the kernel reports this
-    user.
+    """Return the reason why the process at the other end may not be served; None: it runs as this
+    process's user.
     """
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(packed)
@@ -110,5 +114,7 @@ def opened(directory: Path) -> Iterator[int]:
 
 
 def _path(directory_fd: int, name: str) -> str:
-    """A path short enough for the kernel, however long the directory's is."""
+    """Return a path of the name in an open directory that is short enough for a socket's
+    address.
+    """
     return str(Path("/proc/self/fd") / str(directory_fd) / name)

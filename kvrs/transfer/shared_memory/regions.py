@@ -15,7 +15,9 @@ from contextlib import suppress
 from kvrs.errors import KvrsError
 from kvrs.process.memory import free_bytes, free_in_groups
 
-_SMALL_BYTES = 1 << 20  # Bytes that are processed faster than a switch of threads.
+# Work on at most this many bytes runs in the calling thread: it takes less time than a switch of
+# threads.
+_SMALL_BYTES = 1 << 20
 _LOCK_POLL_S = 0.002
 
 
@@ -27,7 +29,8 @@ class Region:
     def __init__(self, descriptor: int, memory: mmap.mmap | None = None) -> None:
         """Take over a writable descriptor. `memory`: the existing mapping of the file."""
         self.descriptor = descriptor
-        # `close` may be called twice.
+        # A finalizer closes the descriptor only once, although `close` may be called again, or
+        # never.
         self.close = weakref.finalize(self, os.close, descriptor)
         self.close.atexit = False
         self.memory = mmap.mmap(descriptor, 0) if memory is None else memory
@@ -35,7 +38,8 @@ class Region:
 
     @classmethod
     def anonymous(cls, name: str, size_bytes: int) -> "Region":
-        """Make memory that ends with its last process.
+        """Make memory without a file name, which is released with the last process that has it open
+        or mapped.
 
         Raises:
             KvrsError: not enough memory.
@@ -53,15 +57,19 @@ class Region:
         return cls(descriptor)
 
     def open(self) -> int:
-        """A read-only descriptor with a file description of its own, without this one's lock."""
+        """Return a new read-only descriptor of the file, which does not share this descriptor's
+        lock.
+        """
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def shared(self) -> "Region":
-        """The same memory for another owner."""
+        """Return a second object for the same memory, which its owner closes separately."""
         return Region(os.dup(self.descriptor), self.memory)
 
     def drop(self, first: int = 0, stop: int | None = None) -> None:
-        """Release the whole pages of a range, even if other processes have it mapped."""
+        """Release the memory of all whole pages between these offsets; they then read as zeros,
+        also in other processes. `stop` None: the end of the file.
+        """
         first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = self.size_bytes if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
         if first < stop:
@@ -86,7 +94,8 @@ def map_file(
     descriptor: int, size_bytes: int = 0, *, writable: bool = True, populated: bool = False
 ) -> mmap.mmap:
     """Map a file, or its first bytes, and close the descriptor. The mapping keeps the file open,
-    and its lock held. `populated`: all its pages are present at their first use.
+    and its lock held. `populated`: the kernel prepares all pages now, so that their first use costs
+    no page fault.
     """
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populated else 0)
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -97,8 +106,9 @@ def map_file(
 
 
 def lock(descriptor: int, wait_s: float = 0.0) -> bool:
-    """Lock a file's description, which every process with the descriptor shares; the kernel unlocks
-    it when none of them can write any more. False: others hold the lock for that long.
+    """Lock a file description, which all processes with copies of the descriptor share; the kernel
+    releases the lock with the last of their descriptors and mappings. Returns False if another
+    description has held the lock for `wait_s`.
     """
     give_up_s = time.monotonic() + wait_s
     while True:

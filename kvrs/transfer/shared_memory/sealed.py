@@ -11,23 +11,30 @@ _LENGTH = struct.Struct("<H")
 _SEAL = struct.Struct("<Q")
 _KIND_BYTES = 16
 
-FACTS_AT = _LENGTH.size  # Offset of the facts in a block.
-MORE_BYTES = _LENGTH.size + _SEAL.size  # Bytes of a block beside its facts.
+FACTS_AT = _LENGTH.size  # Offset of the facts within a block, behind their length.
+# Bytes of a block in addition to its facts: their length and the seal.
+MORE_BYTES = _LENGTH.size + _SEAL.size
 
 
 def kind_of(*facts: object) -> str:
-    """One key for all facts that must be equal: memory of another kind is not adopted."""
+    """Return one string for all facts on which the layout of memory depends: memory whose string
+    differs is not adopted.
+    """
     return blake2b(repr(facts).encode(), digest_size=_KIND_BYTES).hexdigest()
 
 
 def sealed(facts: bytes, number: int = 0) -> bytes:
-    """Seal facts. The seal covers the block's number: a copy in another block is invalid."""
+    """Return a block with the facts and their seal. The seal covers the block's number, so that a
+    copy in another block is invalid.
+    """
     block = _LENGTH.pack(len(facts)) + facts
     return block + _SEAL.pack(xxh3_64_intdigest(block, seed=number + 1))
 
 
 def unsealed(block: "bytes | memoryview", number: int = 0) -> bytes | None:
-    """Facts of a block; None: no complete facts."""
+    """Return the facts of a block; None: it is cleared, incomplete, or sealed for another
+    number.
+    """
     (length,) = _LENGTH.unpack_from(block) if len(block) >= MORE_BYTES else (len(block),)
     facts = bytes(block[FACTS_AT : FACTS_AT + length])
     is_whole = block[: MORE_BYTES + length] == sealed(facts, number)
@@ -38,7 +45,7 @@ class SealedBlocks:
     """Consecutive blocks of one size. A cleared block has no facts."""
 
     def __init__(self, memory: memoryview, first: int, block_bytes: int) -> None:
-        """`first`: offset of the first block."""
+        """`first`: offset of the first block in `memory`."""
         self._memory, self._first, self._block_bytes = memory, first, block_bytes
         self._nothing = bytes(block_bytes)
 

@@ -27,8 +27,8 @@ _ANY_CLAIM: _Order = (1 << 64, 0)
 
 @dataclass(slots=True, eq=False)
 class _Reservation:
-    claim: _Order  # Claim of the writer.
-    need: int = 0  # Number of reserved slots.
+    claim: _Order  # Owner epoch and attempt of the stream's present writer.
+    need: int = 0  # Number of slots that the stream's pages may use.
     until_s: float = 0.0
     # Tags of the stream's pages from page 0, as far as the writer has named and reserved them.
     tags: list[Tag] = field(default_factory=list)
@@ -39,7 +39,9 @@ class _Reservation:
 
 @dataclass(slots=True, eq=False)
 class IncomingRange:
-    """Arriving pages of a stream. The page of `tags[i]` goes to `slots[i]`; None: dropped."""
+    """Pages of a stream that are arriving. The page of `tags[i]` goes to `slots[i]`; None: the page
+    is dropped, or has arrived.
+    """
 
     stream: StreamId
     first_page: int
@@ -54,7 +56,8 @@ class _Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # Tags of all slots ever used; low numbers first, so that memory grows as needed.
+        # Tag of the page in each slot ever used; None: no complete page. Slots are first used in
+        # the order of their numbers, so that memory grows as needed.
         self.tags: list[Tag | None] = []
         self.users = array("I")
         self.by_tag: dict[Tag, int] = {}
@@ -75,14 +78,18 @@ class _Slots:
         self._free.extend(slot for slot in reversed(range(count)) if self.tags[slot] is None)
 
     def register(self, slot: int, tag: Tag) -> bool:
-        """Register a complete page in a slot. Returns False if an equal page came first."""
+        """Register a complete page in a slot. Returns False if another slot already has an equal
+        page.
+        """
         own = self.by_tag.setdefault(tag, slot) == slot
         if own:
             self.tags[slot] = tag
         return own
 
     def find(self, tag: Tag) -> int | None:
-        """Find the slot with a page, and add a user."""
+        """Return the slot with the page of this tag, with one more user; None: no slot has the
+        page.
+        """
         slot = self.by_tag.get(tag)
         if slot is not None:
             if not self.users[slot]:
@@ -91,7 +98,9 @@ class _Slots:
         return slot
 
     def take(self) -> int | None:
-        """Take a slot for writing, with one user; None: all are used."""
+        """Take a free slot, or the cached slot used least recently, for writing, with one user;
+        None: every slot has users.
+        """
         if self._free:
             slot = shared(self._free.pop())
         elif len(self.tags) < self.capacity:
@@ -157,7 +166,7 @@ class CheckpointBook:
 
     @property
     def used_slots(self) -> int:
-        """All slots ever used are below this number."""
+        """Number of slots that were ever used: those below this number."""
         return len(self._slots.tags)
 
     @property
@@ -165,23 +174,24 @@ class CheckpointBook:
         return len(self._reservations)
 
     def streams(self) -> dict[StreamId, int]:
-        """Leading pages held, of every reservation."""
+        """Return the number of complete leading pages of every stream with a reservation."""
         return {stream: reservation.leading for stream, reservation in self._reservations.items()}
 
     def held(self, stream: StreamId) -> int:
-        """Leading pages of the stream that its reservation keeps here."""
+        """Return the number of the stream's complete leading pages; 0: none, or no reservation."""
         reservation = self._reservations.get(stream)
         return 0 if reservation is None else reservation.leading
 
-    # Methods for reservations.
+    # Writers and leases change reservations by the methods below.
 
     def offer(
         self, claim: CheckpointClaim, need: int, tags: Sequence[Tag], until_s: float
     ) -> HeldPages:
-        """Reserve room for `need` pages, which begin with those of `tags`; present pages are kept.
+        """Reserve room for a stream of `need` pages, the first of which have these tags; pages of
+        these tags that are here already belong to the reservation. Returns the number of complete
+        leading pages, and whether there was room.
 
-        A later claim of the same stream takes over the reservation; one that needs less keeps the
-        reserved room.
+        A later claim of the same stream takes over the reservation; reserved room does not shrink.
         """
         reservation = self._reservations.get(claim.stream)
         if self._is_fenced(claim, reservation):
@@ -196,7 +206,7 @@ class CheckpointBook:
         if not full:
             self.reserved_slots += more
             reservation.need += more
-        # The stream's new writer fences the old one even without room.
+        # The tags are set even without room, so that the stream's new writer fences the old one.
         self._name(reservation, claim, 0, tags)
         for index, tag in enumerate(reservation.tags):
             if reservation.slots[index] is None:
@@ -235,16 +245,16 @@ class CheckpointBook:
             self._end(stream)
         return ended
 
-    # Methods for arriving pages.
+    # Each range of arriving pages begins and ends by the methods below.
 
     def begin(
         self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]
     ) -> IncomingRange:
-        """Find slots for arriving pages that are reserved, and neither present nor already
-        arriving.
+        """Find slots for those of the arriving pages that are reserved, and neither here nor
+        arriving already.
 
-        A stream without a reservation gets the answer for no pages: its writer must make an offer
-        first.
+        Without a reservation no page gets a slot, and the answer counts 0 pages: the writer must
+        make an offer first.
         """
         reservation = self._reservations.get(claim.stream)
         incoming = IncomingRange(
@@ -257,8 +267,8 @@ class CheckpointBook:
         return incoming
 
     def commit(self, incoming: IncomingRange, position: int) -> int | None:
-        """Commit a complete, correct page. Returns the slot found under its tag from now on, if it
-        is the page's own; None: an equal page came first.
+        """Commit a complete, correct page of the range, so that it is found by its tag. Returns its
+        slot; None: an equal page came first, and is found instead.
         """
         slot, tag = incoming.slots[position], incoming.tags[position]
         assert slot is not None, "the page has no slot to be written into"
@@ -267,16 +277,18 @@ class CheckpointBook:
         return slot if own else None
 
     def refuse(self, incoming: IncomingRange) -> None:
-        """Refuse the range's outstanding pages, for lack of memory."""
+        """Refuse the range's uncommitted pages for lack of memory; their slots are free again."""
         incoming.code = StoreCode.FULL
         self._give_up(incoming)
 
     def end(self, incoming: IncomingRange) -> HeldPages:
-        """End the range; slots of uncommitted pages are free again."""
+        """End the range; slots of uncommitted pages are free again. Returns the number of the
+        stream's complete leading pages.
+        """
         self._give_up(incoming)
         return HeldPages(incoming.code, self.held(incoming.stream))
 
-    # Methods for reads of pages.
+    # Readers pin pages by the methods below.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
         """Pin and return the slots of the longest held prefix of `tags`."""
@@ -288,8 +300,8 @@ class CheckpointBook:
         return found
 
     def unpin(self, numbers: Sequence[int]) -> None:
-        """Unpin slots. The last page goes first, so that under pressure a history loses its tail
-        first.
+        """Unpin the slots that `match` returned, the last one first, so that under pressure a
+        history loses its last pages first.
         """
         for number in reversed(numbers):
             self._slots.drop(number)
@@ -300,10 +312,11 @@ class CheckpointBook:
         """
         self._slots.adopt(pages)
 
-    # Methods for reservations and their pages.
+    # The methods below assign tags and slots to the pages of a reservation.
 
     def _is_fenced(self, claim: CheckpointClaim, reservation: _Reservation | None) -> bool:
-        # The last claim is valid again for a stream with a reservation, not for a released one.
+        # A stream with a reservation accepts its last claim again, a released stream only a later
+        # one.
         if reservation is not None:
             return _order(claim) < reservation.claim
         return _order(claim) <= self._ended.get(claim.stream, (_NO_CLAIM, 0.0))[0]
@@ -311,9 +324,9 @@ class CheckpointBook:
     def _name(
         self, reservation: _Reservation, claim: CheckpointClaim, first: int, tags: Sequence[Tag]
     ) -> None:
-        """Set the tags of the writer's pages from index `first` on. Pages from where a writer
-        differs are forgotten, and so are pages behind those that a new writer names, which it has
-        yet to compute.
+        """Set the tags of the writer's pages from index `first` on. If they differ from those of
+        the reservation, all pages from the first difference on are forgotten; so are all pages
+        behind these tags if the writer is new, because it has yet to compute them.
         """
         named = tags[: max(0, reservation.need - first)]
         known = reservation.tags[first : first + len(named)]
@@ -333,12 +346,13 @@ class CheckpointBook:
     def _expect(
         self, reservation: _Reservation, claim: CheckpointClaim, incoming: IncomingRange
     ) -> None:
-        """Find a slot for every page of the range that needs one."""
+        """Find a slot for every page of the range that is reserved and has none."""
         first = incoming.first_page
         if reservation.claim != _order(claim):
-            self._name(reservation, claim, 0, ())  # The writer must make an offer first.
+            # A new writer must make an offer before its pages get slots.
+            self._name(reservation, claim, 0, ())
         if first > len(reservation.tags):
-            return  # The pages would leave a gap.
+            return  # Pages before these are not named yet, so that a gap would remain.
         self._name(reservation, claim, first, incoming.tags)
         if first + len(incoming.tags) > reservation.need:
             incoming.code = StoreCode.FULL
@@ -355,13 +369,15 @@ class CheckpointBook:
         self._advance(reservation)
 
     def _written(self, incoming: IncomingRange, position: int) -> None:
-        """Note that a slot is no longer written."""
+        """Note that the page at `position` of the range has arrived or was given up: its slot is no
+        longer written.
+        """
         slot, reservation = incoming.slots[position], incoming.reservation
         assert slot is not None
         assert reservation is not None
         incoming.slots[position] = None
         index = incoming.first_page + position
-        # False if the reservation has ended, or its pages differ by now.
+        # The reservation may have ended, or its pages may have other tags by now.
         if index < len(reservation.slots) and reservation.slots[index] == slot:
             if self._slots.tags[slot] is None:
                 reservation.slots[index] = self._slots.find(reservation.tags[index])
@@ -392,9 +408,9 @@ class CheckpointBook:
             reservation.slots.clear()
 
     def check(self, connections: Iterable[int] | None = None) -> None:
-        """Assert that every slot is in exactly one state and that all indexes agree; with
-        `connections`, slots once for each connection that uses them, that all users are known.
-        O(slots).
+        """Assert that every slot is in exactly one state and that all indexes agree. With
+        `connections`, which names each slot once for each connection that uses it, assert also that
+        slots have no further users. O(slots).
         """
         users = [0] * self.used_slots
         for each in self._reservations.values():

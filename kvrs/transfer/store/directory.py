@@ -14,7 +14,7 @@ from kvrs.ids import NodeId
 from kvrs.process.memory import free_in_groups
 from kvrs.protocol.secrets import derive
 
-SLAB = "slab"  # The file with the pages.
+SLAB = "slab"  # Name of the file with the pages.
 _NAME_BYTES = 8
 
 
@@ -78,7 +78,9 @@ class PrivateDirectory:
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def free_bytes(self) -> int:
-        """Free bytes of the file system, within this process's control groups."""
+        """Bytes that this process can still write: free in the file system, and within its control
+        groups' limits.
+        """
         space = os.fstatvfs(self.fd)
         return min(space.f_bavail * space.f_frsize, free_in_groups())
 
@@ -102,7 +104,8 @@ class StoreDirectory(PrivateDirectory):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # No other agent can have recreated it, which requires this lock first.
+        # The path still names this locked directory: another agent that made a new one would have
+        # needed the lock.
         if _is_at(self.fd, self.path):
             with suppress(OSError):  # The directory is not empty.
                 os.rmdir(self.path)
@@ -127,7 +130,8 @@ class StoreDirectory(PrivateDirectory):
                 except BaseException:
                     os.close(fd)
                     raise
-                os.close(fd)  # The last user removed the directory just before it was locked.
+                # The agent before this one removed the directory just before it was locked here.
+                os.close(fd)
         except PermissionError as error:
             raise ConfigError(
                 f"backup.directory: {self.path}: {error.strerror or error}; allowed: a "

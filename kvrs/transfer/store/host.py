@@ -18,7 +18,8 @@ from kvrs.transfer.store.slab import PageKind, Slab
 
 log = logging.getLogger(__name__)
 
-# Slots allocated in advance: about the pages that a few engines send at a time.
+# Slots whose memory is allocated before their use: about the pages that a few engines send at a
+# time.
 _AHEAD_SLOTS = 128
 
 _NO_PAGES = PageKind("", 0)
@@ -26,13 +27,15 @@ _NO_PAGES = PageKind("", 0)
 
 @dataclass(slots=True, eq=False)
 class UnreportedChanges:
-    """Changes not yet sent to one watcher."""
+    """Changed streams, and denied streams, that were not yet reported to one watcher."""
 
     streams: set[StreamId]
     denied: dict[StreamId, None] = field(default_factory=dict)
 
     def take(self) -> tuple[list[StreamId], list[StreamId]]:
-        """Take changed streams, and streams that found no room; they count as sent then."""
+        """Return the changed streams, and the streams that found no room; both then count as
+        reported.
+        """
         taken = list(self.streams), list(self.denied)
         self.streams.clear()
         self.denied.clear()
@@ -40,14 +43,14 @@ class UnreportedChanges:
 
 
 class _Shelf(NamedTuple):
-    """Book and memory for pages of one kind."""
+    """Book and slab for pages of one kind: the slots' contents and their memory."""
 
     book: CheckpointBook
     slab: Slab
 
 
 class _Incoming:
-    """Views into the slots of one range, until it ends."""
+    """Memory for the arriving pages of one range, until the range ends."""
 
     def __init__(self, store: "HostStore", shelf: _Shelf, incoming: IncomingRange) -> None:
         self._store, self._shelf = store, shelf
@@ -107,7 +110,7 @@ class HostStore:
             self._shelf = _Shelf(CheckpointBook(slab.slots), slab)
             self._shelf.book.adopt(slab.adopt())
 
-    # State of the store.
+    # The methods below read the store's state.
 
     @property
     def kind(self) -> PageKind:
@@ -138,12 +141,14 @@ class HostStore:
         return self._shelf.book.reservations if self._shelf else 0
 
     def held(self, stream: StreamId) -> int:
-        """Leading pages of the stream that its reservation keeps here."""
+        """Return the number of the stream's complete leading pages; 0: none, or no reservation."""
         return self._shelf.book.held(stream) if self._shelf else 0
 
     @contextmanager
     def watched(self) -> Iterator[UnreportedChanges]:
-        """Collect changes for a watcher, beginning with all present streams."""
+        """Collect changes for a watcher during the block, beginning with all streams with a
+        reservation.
+        """
         changes = UnreportedChanges(set(self._shelf.book.streams()) if self._shelf else set())
         self._watchers.append(changes)
         try:
@@ -151,10 +156,12 @@ class HostStore:
         finally:
             self._watchers.remove(changes)
 
-    # Methods for the page server.
+    # The page server calls the methods below.
 
     def adopt(self, client: Identity) -> None:
-        """Adopt a client's fingerprint and page size, unless others have reservations."""
+        """Adopt a client's fingerprint and page size, and drop pages of another kind; keep the
+        present kind while reservations exist.
+        """
         kind = PageKind.of(client)
         if kind == self.kind:
             return
@@ -226,8 +233,8 @@ class HostStore:
         return _Incoming(self, shelf, incoming)
 
     async def grow_ahead(self) -> None:
-        """Allocate memory for pages before they arrive, off the event loop, until cancelled:
-        clearing it takes the system too long.
+        """Allocate memory for pages before they arrive, in a thread, until cancelled: the kernel's
+        clearing of memory would delay arriving pages.
         """
         while True:
             await self._growing.wait()
@@ -239,9 +246,10 @@ class HostStore:
                         break
                     await asyncio.to_thread(shelf.slab.grow)
             except OSError as error:
-                self._log_short(error)  # Pages that arrive now will raise the error again.
+                # Pages that arrive later meet the same error, and are refused.
+                self._log_short(error)
 
-    # Methods for proxies and timers.
+    # Proxies and timers call the methods below.
 
     def renew(self, streams: Iterable[StreamId], lease_s: float) -> list[StreamId]:
         """Extend reservations; return the streams without one."""
@@ -264,7 +272,7 @@ class HostStore:
             _note_all(self._watchers, self._shelf.book.expire(self._clock()))
 
     def clear(self) -> None:
-        """Delete everything: a clean end leaves nothing to adopt."""
+        """Delete all pages and the files: after a clean end the next agent has nothing to adopt."""
         self._shelf = None
         self._directory.clear()
 
@@ -287,8 +295,8 @@ class HostStore:
             if held.code is StoreCode.FULL:
                 changes.denied[stream] = None
             elif held.code is StoreCode.OK:
-                # Another writer of the stream has found room since: prefill and decode both make
-                # offers.
+                # The stream's other writer may have found room: a prefill and a decode instance
+                # both make offers.
                 changes.denied.pop(stream, None)
 
 

@@ -26,22 +26,22 @@ from kvrs.transfer.store.directory import SLAB, StoreDirectory
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 4  # Format of slabs; other formats are not adopted.
+_FORMAT = 4  # Format number of a slab; pages in a slab of another format are not adopted.
 _FIRST_SLOT_AT = 4096  # Offset of the first slot, behind the header of the file.
 _ALIGNMENT_BYTES = 64  # Alignment of records and pages.
-# tag, number of the write, checksums of the page and of those of its cells
+# Tag, number of the write, checksum of the page, and checksum of the checksums of its cells.
 _RECORD = struct.Struct("<16sQQQ")
 _RECORD_BYTES = 64
 assert _RECORD.size + MORE_BYTES <= _RECORD_BYTES
 assert TAG_BYTES == 16
 
-# Step of allocating slots, which takes the kernel a millisecond.
+# Bytes allocated at a time, which takes the kernel a millisecond.
 _GROWTH_BYTES = 1 << 22
 _PROGRESS_S = 1.0
 
 
 class PageKind(msgspec.Struct, frozen=True):
-    """Common properties of the pages of a slab."""
+    """Properties that all pages of a slab have in common."""
 
     fingerprint: str
     page_bytes: int
@@ -78,12 +78,14 @@ class Slab:
         self.region = Region(descriptor)
         self.region.drop(size_bytes)
         self._bytes = memoryview(self.region.memory)
-        self.grown = 0  # Slots below this number have memory.
+        self.grown = 0  # Slots below this number have allocated memory.
         self._writes = 0
 
     @classmethod
     def make(cls, directory: StoreDirectory, kind: PageKind, capacity_bytes: int) -> "Slab":
-        """Make an empty slab, replacing an existing one. Raises OSError."""
+        """Make an empty slab in the place of an existing one. Raises OSError: the file cannot be
+        made.
+        """
         header = sealed(msgspec.json.encode(kind))
         assert len(header) <= _FIRST_SLOT_AT, "the fingerprint is too long"
         new = f"{SLAB}.new"
@@ -101,8 +103,8 @@ class Slab:
 
     @classmethod
     def open(cls, directory: StoreDirectory, capacity_bytes: int) -> "Slab | None":
-        """Open the slab that an earlier process left, with the slots that fit. A useless one is
-        unlinked.
+        """Open the slab that an earlier process left, with as many slots as `capacity_bytes`
+        allows; None: there is none that can be used. A useless slab is unlinked.
         """
         try:
             descriptor = directory.open_own(SLAB, os.O_RDWR)
@@ -149,12 +151,13 @@ class Slab:
         return [(slot, tag) for _, slot, tag in sorted(found)]
 
     def grow_to(self, slots: int) -> None:
-        """Allocate the slots below this number. Raises OSError."""
+        """Allocate memory for the slots below this number. Raises OSError: as `grow`."""
         while self.grown < slots:
             self.grow()
 
     def grow(self) -> None:
-        """Allocate some more slots; a separate thread may do this.
+        """Allocate memory for the next slots, `_GROWTH_BYTES` or one slot; any thread may call
+        this.
 
         Raises:
             OSError: no more memory. A write into an unallocated mapped page would kill the process,
@@ -171,20 +174,20 @@ class Slab:
         return self._bytes[start : start + self.kind.page_bytes]
 
     def offset(self, slot: int) -> int:
-        """Offset of the page in the file."""
+        """Offset of the slot's page in the file."""
         return self._at(slot) + self._page_at
 
     def cells(self, slot: int) -> memoryview:
-        """Checksums of a page's cells, from its storing."""
+        """Checksums of the cells of the slot's page, computed when the page was stored."""
         start = self._at(slot) + _RECORD_BYTES
         return self._bytes[start : start + self.kind.page_cells * CHECKSUM_BYTES]
 
     def clear(self, slot: int) -> None:
-        """Clear a slot; call before it is written."""
+        """Clear a slot's record. The caller does so before the slot is written."""
         self._record(slot)[:] = bytes(_RECORD_BYTES)
 
     def write_record(self, slot: int, tag: Tag, page_checksum: int) -> None:
-        """Write a slot's record; call after its page was written."""
+        """Write a slot's record. The caller does so after the page was written."""
         self._writes += 1
         cells = cell_checksums(self.view(slot), self.kind.page_cells)
         self.cells(slot)[:] = cells
