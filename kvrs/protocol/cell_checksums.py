@@ -7,7 +7,9 @@ from kvrs.protocol.parts import PagePart
 
 
 def cell_checksums(guarded: Bytes, cells: int) -> bytes:
-    """The `checksum` of each of `cells` equal consecutive runs of bytes."""
+    """Return the `checksum` (8 bytes) of each of the `cells` equal runs of bytes of a page, joined
+    in order.
+    """
     view = memoryview(guarded)
     size = len(view) // cells
     starts = range(0, len(view), size)
@@ -20,7 +22,9 @@ def part_checksum(checksums: Bytes) -> int:
 
 
 def checksum_of(sent: Bytes, part: PagePart | None) -> int:
-    """Checksum of a page as sent, or of the part of a page."""
+    """Return the checksum for the bytes that are sent of a page: the page's own (`part` is None),
+    or that of a part, computed from its cells.
+    """
     if part is None:
         return checksum(sent)
     return part_checksum(cell_checksums(sent, part.part.cells))

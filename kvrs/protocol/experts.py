@@ -10,11 +10,15 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class ExpertReport(msgspec.Struct, frozen=True):
     """Load and copies of a mixture of experts on several ranks, in load reports."""
 
-    count: _Natural  # Experts per layer that has experts.
-    copies: _Natural  # Units of experts that ranks hold beside their owners.
+    count: _Natural  # Number of experts in each layer that has experts.
+    # Units of experts that are held a second time, on a rank that does not own them.
+    copies: _Natural
     # Load of the busiest rank over the mean load, from the latest choices; 1.0: not known yet.
     skew: Annotated[float, msgspec.Meta(ge=1)]
-    tiles: list[_Natural]  # Tiles of 16 rows of a unit that each rank has computed since the start.
-    rebalances: _Natural  # Changes of the set of copies since the start.
+    # By rank: tiles (up to 16 tokens through one unit) that the rank has computed since the start.
+    tiles: list[_Natural]
+    # How often since the start the set of copies was changed to even out the load.
+    rebalances: _Natural
     copied_bytes: _Natural  # Bytes of weights copied by `rebalances`.
-    reason: str = ""  # Reason why no more copies are made although they would help.
+    # Why no more copies are made although they would help; empty: nothing prevents copies.
+    reason: str = ""

@@ -23,13 +23,17 @@ class LinkFault(msgspec.Struct, frozen=True, tag="link"):
 
 
 class PageFault(msgspec.Struct, frozen=True, tag="pages"):
-    """A bit flip in each of the next pages that this instance sends, after their checksums."""
+    """A bit flip in each of the next `pages` pages that this instance sends, made after the page's
+    checksum was computed.
+    """
 
     pages: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class DeviceFault(msgspec.Struct, frozen=True, tag="device"):
-    """The kill of a rank, whose KV memory is lost. None: the only process of the instance."""
+    """The kill of the process of one rank, with its KV memory. `rank` None: the instance has only
+    one process, which is killed.
+    """
 
     rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
 

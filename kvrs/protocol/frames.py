@@ -55,9 +55,9 @@ MAX_NAME_BYTES = 255
 MAX_REASON_BYTES = 512
 MAX_TAGS = 1 << 16  # Most tags of one frame: a million tokens in pages of 16.
 MAX_PAGE_BYTES = 1 << 30
-MAX_CELLS = 1 << 16  # Most cells of a page.
+MAX_CELLS = 1 << 16  # Most cells in one page.
 MAX_PROBE_BYTES = 1 << 24
-MAX_RANGES = 1 << 12  # Ranges of one STORE, which together have at most MAX_TAGS pages.
+MAX_RANGES = 1 << 12  # Most ranges in one STORE; all together have at most MAX_TAGS pages.
 CHECKSUM_BYTES = 8
 
 Bytes = bytes | bytearray | memoryview
@@ -71,12 +71,13 @@ _PULL = struct.Struct("!IIBBI")  # request id, number of tags, traffic class, ha
 # ones. Six zeros: whole pages.
 _PART = struct.Struct("!6H")
 _PROBE = struct.Struct("!II")  # request id, bytes
-_IDENTITY = struct.Struct("!QII")  # epoch, bytes of a page, its cells
+_IDENTITY = struct.Struct("!QII")  # epoch, bytes in a page, number of cells in a page
 _CLAIM = struct.Struct("!QQ")  # owner epoch, attempt
 _OFFER = struct.Struct("!IQI")  # request id, reserved bytes, number of tags
 _STORE = struct.Struct("!II")  # request id, number of ranges
-_RANGE = struct.Struct("!II")  # first page, number of pages
-_HELD = struct.Struct("!BI")  # code, pages
+_RANGE = struct.Struct("!II")  # index of the first page in the history, number of pages
+# value of `StoreCode`, number of the stream's leading pages that the agent holds
+_HELD = struct.Struct("!BI")
 
 HEADER_BYTES = _HEADER.size
 # All answers start alike, so the number of bytes to read next is always known.
@@ -137,7 +138,7 @@ _MAX_BODY_BYTES[FrameType.MAP] = _MAX_BODY_BYTES[FrameType.PULL]
 
 @dataclass(frozen=True, slots=True)
 class AnswerHeader:
-    """The start of every answer; `payload_bytes` follow.
+    """The start of every answer; `payload_bytes` bytes follow it.
 
     `index` is the page's index in the request (its tail comes after the tags); for GONE the first
     missing page, for HELD the number of `HeldPages`; unused for PROBE_DATA and END.
@@ -158,8 +159,10 @@ def checksum(guarded: Bytes) -> int:
 
 
 def decode_header(header: Bytes, *expected: FrameType) -> tuple[FrameType, int]:
-    """Decode the frame's type, one of `expected`, and the length of its body, within that type's
-    bound.
+    """Return the type of a frame, which must be one of `expected`, and the length of its body in
+    bytes.
+
+    Raises: TransferError: another type, or a body longer than that type allows.
     """
     if len(header) != HEADER_BYTES:
         raise TransferError(f"frame header of {len(header)} bytes instead of {HEADER_BYTES}")
@@ -341,13 +344,13 @@ def _range(reader: "_Reader") -> StoredRange:
 
 
 def encode_held(request_id: int, held: Sequence[HeldPages]) -> tuple[AnswerHeader, bytes]:
-    """The HELD answer and its payload."""
+    """Encode `held`, one `HeldPages` per range, as a HELD answer: its start and its payload."""
     records = b"".join(_HELD.pack(one.code, one.pages) for one in held)
     return AnswerHeader(FrameType.HELD, request_id, len(held), 0, len(records)), records
 
 
 def held_bytes(count: int) -> int:
-    """Length of the payload of a HELD answer with `count` elements."""
+    """Return the length in bytes of the payload of a HELD answer with `count` `HeldPages`."""
     return count * _HELD.size
 
 
@@ -361,7 +364,7 @@ def decode_held(payload: Bytes) -> list[HeldPages]:
 
 
 def encode_answer(answer: AnswerHeader) -> bytes:
-    """The first `ANSWER_BYTES` of an answer, which its payload follows."""
+    """Encode the start of an answer, `ANSWER_BYTES` long; the payload is sent behind it."""
     length = _ANSWER.size + answer.payload_bytes
     return _PROLOGUE.pack(
         _MAGIC, VERSION, answer.type, length, answer.request_id, answer.index, answer.checksum

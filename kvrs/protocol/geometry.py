@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-# Version of the byte order in a page; part of an engine's fingerprint.
+# Version of the order of bytes in a page; engines with another version share no pages.
 PAGE_LAYOUT = 2
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]

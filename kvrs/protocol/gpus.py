@@ -15,11 +15,12 @@ class GpuState(StrEnum):
 
 
 class GpuHealth(msgspec.Struct, frozen=True, array_like=True):
-    # The board's own name: indexes change when a board is lost.
+    # NVML's identifier of the board, which stays the same while indexes change as boards are lost.
     uuid: Annotated[str, msgspec.Meta(max_length=128)]
     index: Annotated[int, msgspec.Meta(ge=0)]  # Index of the board at the start of the agent.
     state: GpuState
     # Cause of the state; empty if healthy.
     reason: Annotated[str, msgspec.Meta(max_length=128)]
-    # Time of the last change by the reporting node's clock; other nodes use the message's age.
+    # Time at which `state` last changed, by the clock of the reporting node; other nodes compute
+    # the age of the change from the message's age.
     since_s: float

@@ -14,10 +14,11 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class HandOffReport(msgspec.Struct, frozen=True):
     """NIXL's counts in vLLM since its start."""
 
-    transfers: _Natural = 0  # Complete reads by the server's ranks.
+    transfers: _Natural = 0  # Reads of a whole hand-off that the server's ranks have completed.
     transferred_bytes: _Natural = 0
     failed_transfers: _Natural = 0  # Failed reads, hand-shakes and notices.
     failed_notices: _Natural = 0  # Failed notices to prefill that its blocks were read.
-    expired: _Natural = 0  # Leases that ended at prefill before decode had read the blocks.
+    # Hand-offs whose lease at prefill ended before decode had read the blocks.
+    expired: _Natural = 0
     # Notices that reached prefill after the lease had ended: decode may have read other KV.
     late_notices: _Natural = 0

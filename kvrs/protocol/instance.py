@@ -18,13 +18,14 @@ from kvrs.protocol.rows import NO_ROWS, RowsReport
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 
-# Epochs of one start of a process. An instance's epoch rises with every fence, and with every
-# restart of a stage where stages restart.
+# Number of epochs kept for one start of a process: an instance's epoch rises within a start with
+# every fence, and with every restart of a stage.
 EPOCHS_PER_START = 1 << 20
 # Key in `vllm_xargs`, or in SGLang's `custom_params`, of the ids that the output begins with
 # (`kvrs/vllm/replay.py`, `kvrs/sglang/replay.py`).
 REPLAY_KEY = "kvrs_replay"
-_MOST = (1 << 63) - 1  # Upper bound of what page frames carry and msgspec compares.
+# Largest number in a page frame or a message: msgspec compares no larger one.
+_MOST = (1 << 63) - 1
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
@@ -47,8 +48,8 @@ class Capability(StrEnum):
     """
 
     PULL_PAGES = "pull_pages"  # Pulls the pages of `kvrs.sources` itself.
-    RETAIN = "retain"  # Keeps a prompt's pages under a lease after hand-off.
-    FENCE = "fence"  # Refuses lower attempts and has /kvrs/v1/fence.
+    RETAIN = "retain"  # Keeps the pages of a prompt after prefill until a lease ends.
+    FENCE = "fence"  # Refuses attempts with lower numbers; has /kvrs/v1/fence.
     SPLIT = "split"  # Computes the front of a history while the back of it is fetched.
     CHECKPOINT = "checkpoint"  # Sends newly filled pages to the agents of `kvrs.checkpoints`.
     # Computes only the new part of a history whose beginning it has computed before.
@@ -59,7 +60,7 @@ class Capability(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability | None":
-        """A capability of another version keeps its name and equals no known capability."""
+        """Accept the name of another version's capability; it equals no known capability."""
         if not isinstance(value, str):
             return None
         unknown = str.__new__(cls, value)
@@ -69,14 +70,14 @@ class Capability(StrEnum):
 
 class MeasuredPrefill(msgspec.Struct, frozen=True):
     """Prefill time on a uniform grid: `seconds[i]` is the time of `i * step_tokens` tokens,
-    `seconds[0]` a step's overhead.
+    `seconds[0]` the overhead of a step.
     """
 
     label: str
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]
     seconds: list[Seconds]
-    covered_tokens: Natural | None = None  # Limit of measured values; None: all are measured.
-    is_guess: bool = False  # The engine measures nothing: estimated from the model's size.
+    covered_tokens: Natural | None = None  # Longest measured length; None: all are measured.
+    is_guess: bool = False  # True: not measured, but estimated from the model's size.
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -86,16 +87,16 @@ class RankInfo(msgspec.Struct, frozen=True):
     stage: Natural
     pid: int
     node: NodeId
-    units: Natural  # Units that the rank computes, over all layers and kinds.
+    units: Natural  # Number of units that the rank computes, over all layers.
     heads: list[int]  # KV heads of which the rank has cells, in any layer of its stage.
     gpus: list[str] = []  # NVML uuids of the boards it computes on; empty on CPUs.
-    borrowed_from: InstanceId | None = None  # Owner of the rank's host; None: its own, or no host.
+    borrowed_from: InstanceId | None = None  # Instance that owns the rank's host; None: this one.
 
 
 class LayoutInfo(msgspec.Struct, frozen=True):
     """Division of an instance among its ranks."""
 
-    number: Natural  # Rises with every change of the layout.
+    number: Natural  # Number of the layout, higher after every change.
     stages: list[tuple[int, int]]  # The layers [first, end) of each stage.
     # The instance goes on without a lost rank; otherwise the instance ends.
     re_forms: bool = True
@@ -109,7 +110,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Key of the adapter: adapters of one name from different places differ."""
+        """Key that tells adapters apart: name and path, as two paths may have one name."""
         return f"{self.name} ({self.root})"
 
 
@@ -132,7 +133,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     epoch: Natural  # Rises with every start of the process and with every fence.
     pid: int
     model: str
-    fingerprint: str  # Hash of weights and geometry: pages move only between equal fingerprints.
+    # Hash of weights and KV geometry: pages move only between instances with equal fingerprints.
+    fingerprint: str
     geometry: KvGeometry
     # Limit of prompt and output together; a chat without max_tokens may fill it.
     max_model_len: Natural
@@ -163,8 +165,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
 
     @property
     def name_keys(self) -> tuple[str, ...]:
-        """Keys of everything that the instance serves, and the bare names of its adapters for
-        streams that arrived before any instance was up.
+        """Return the keys of all models and adapters that the instance serves, and the bare names
+        of its adapters for streams that arrived before any instance was up.
         """
         adapters = self.names.adapters
         keys = (key for adapter in adapters for key in (adapter.name, adapter.key))
@@ -179,8 +181,8 @@ def assumed_instance(
     capabilities: Iterable[Capability] = tuple(Capability),
     epoch: int = 1,
 ) -> InstanceInfo:
-    """An instance for calculations, with default values for all that a process would report; the
-    caller has its prefill table.
+    """Make an instance for calculations, with default values for all that a process would report;
+    the caller provides its prefill times.
     """
     prefill = MeasuredPrefill("", 1, [])
     return InstanceInfo(
@@ -188,11 +190,11 @@ def assumed_instance(
     )
 
 
-# A KV store that engines share on their own, as a place to load from.
+# Source node of the link for loads from a KV store that engines share by themselves.
 STORE = NodeId(":store")
 # Source node of the link on which instances copy pages out of the memory of their node's agent.
 MEMORY = NodeId(":memory")
-PREFIX = "prefix"  # Key in `LoadReport.kv_bytes` beside the traffic classes.
+PREFIX = "prefix"  # Key in `LoadReport.kv_bytes` of KV loaded for the beginning of a new prompt.
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -210,20 +212,20 @@ class ReformingReport(msgspec.Struct, frozen=True):
     continue in the same attempt unless they are moved before.
     """
 
-    number: Natural  # Number of the re-forming; each has a higher one.
-    way: str  # Value of `kvrs_engine.elastic.ways.Way`.
-    ready_in_s: Seconds  # Predicted time from this report on.
-    degree: Natural  # Number of ranks that will compute.
-    lost: list[Natural]  # Lost ranks.
-    move_bytes: Natural  # Bytes that the plan moves.
+    number: Natural  # Rises with each re-forming of the instance.
+    way: str  # How the instance goes on: a value of `kvrs_engine.elastic.ways.Way`.
+    ready_in_s: Seconds  # Predicted time from this report until it serves again.
+    degree: Natural  # Number of ranks that will compute after the re-forming.
+    lost: list[Natural]  # Numbers of the lost ranks.
+    move_bytes: Natural  # Bytes of weights and KV that will move between processes.
     # Pages per stream with lost cells, to be restored or computed once the instance is ready.
     missing_pages: dict[StreamId, Natural] = {}
-    page_s: Seconds = 0.0  # Predicted time per missing page that is computed.
-    # Step times of the coming layout over those of the full one.
+    page_s: Seconds = 0.0  # Predicted time to compute one missing page.
+    # Predicted step time of the new layout, relative to the layout with all ranks.
     decode_factor: Factor = 1.0
     prefill_factor: Factor = 1.0
-    # Pages with lost cells that agents hold, of which only the lost cells are fetched, and the time
-    # per such page.
+    # By stream: pages with lost cells that agents hold, so only these cells are fetched; and the
+    # predicted time to fetch the cells of one such page.
     held_pages: dict[StreamId, Natural] = {}
     held_page_s: Seconds = 0.0
 
@@ -255,14 +257,14 @@ class LoadReport(msgspec.Struct, frozen=True):
     queued_reuse: Natural = 0  # Recoveries that will try to fetch KV of their history.
     queued_recompute: Natural = 0  # Recoveries that compute their history.
     queued_new: Natural = 0
-    # Full pages of protected streams that their holders lack.
+    # Full pages of streams with checkpoints that the agents do not have yet.
     checkpoint_lag_pages: Natural = 0
     # Pages that were fetched since the start, found damaged, and computed instead.
     damaged_pages: Natural = 0
     # Pages that were fetched from instances and agents since the start and used; None: not counted.
     fetched_pages: Natural | None = None
-    fetches: list[FetchReport] = []  # Fetches that ended within the last seconds.
-    restarts: list[RestartReport] = []  # Restarts within the last seconds.
+    fetches: list[FetchReport] = []  # Fetches that ended within the last few seconds.
+    restarts: list[RestartReport] = []  # First tokens after restarts, of the last few seconds.
     adopted_pages: Natural = 0  # Pages that restarted attempts took from replicas, since the start.
     # KV bytes from elsewhere since the start (of vLLM, since the first contact): fetched for a
     # `handoff` or a `recovery`, or for a new prompt that begins with them (`prefix`); and sent as a
@@ -271,28 +273,29 @@ class LoadReport(msgspec.Struct, frozen=True):
     draining: bool = False  # The instance ends once its streams and pages are not needed.
     # Set while the instance re-forms; pushed at its begin, at a new prediction, and at its end.
     reforming: ReformingReport | None = None
-    layout_number: Natural = 0  # Number of the ranks' layout; rises with every change.
+    layout_number: Natural = 0  # Number of the ranks' layout, higher after every change.
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
-    full_degree: Natural = 0  # Configured number of ranks.
-    # Step times of the present layout over the full one's; None: estimate by the ranks' number.
+    full_degree: Natural = 0  # Number of ranks in the configuration.
+    # Step time of the present layout, relative to the full layout; None: estimate by `degree`.
     decode_factor: Factor | None = None
     prefill_factor: Factor | None = None
     rank_deaths: Natural = 0  # Ranks lost since the start while the instance went on.
-    stages: list[StageInfo] = []  # Empty where one process computes everything.
+    stages: list[StageInfo] = []  # One per stage; empty: one process computes everything.
     lends: list[StageLent] = []
-    batches_in_flight: Natural | None = None  # Batches that it computes now; None: not reported.
-    # Leading full pages kept as replicas of other instances' streams, where their number changed
-    # within the last seconds; pages of all replicas; and pages given up.
+    batches_in_flight: Natural | None = None  # Batches being computed now; None: not reported.
+    # By stream of another instance: leading full pages held here as replicas, if the number changed
+    # in the last seconds; pages of all replicas; pages of replicas dropped since the start.
     replicas: dict[StreamId, Natural] = {}
     replica_pages: Natural = 0
     replica_dropped_pages: Natural = 0
-    names: ModelNames | None = None  # Names as in `InstanceInfo`, if they change; None: unchanged.
+    names: ModelNames | None = None  # New names served, as in `InstanceInfo`; None: unchanged.
     hand_offs: HandOffReport | None = None  # Counts of vLLM's NIXL; None: no NIXL.
-    speculation: SpeculationReport | None = None  # None: no source of drafts.
+    speculation: SpeculationReport | None = None  # None: the instance takes no drafts.
     experts: ExpertReport | None = None  # None: no experts, or one process.
     # Kind of the store that it loads KV from on its own (LMCache, Mooncake); empty: none seen.
     store: str = ""
-    progress: float = 0.0  # Computed tokens or steps; 0: not counted.
+    # Rises with each computed token or step, so that a stall shows; 0: not counted.
+    progress: float = 0.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -312,7 +315,7 @@ class KvTransferParams(msgspec.Struct, omit_defaults=False):
     remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
     remote_host: str | None = None  # Unused here: peers are in the instance's registry.
     remote_port: int | None = None
-    remote_request_id: str | None = None  # Name of the retained hand-off, for its partial page.
+    remote_request_id: str | None = None  # Id of the hand-off, needed for its partial page.
 
 
 class SourceRange(msgspec.Struct, frozen=True):
@@ -330,8 +333,8 @@ class SourceRange(msgspec.Struct, frozen=True):
 
 
 class CheckpointTarget(msgspec.Struct, frozen=True):
-    """Receiver of the stream's newly filled pages: an agent with room reserved for the whole
-    stream, or, with `backup.mode` peer, an instance without a reservation.
+    """Receiver of a stream's pages as they fill: an agent with room reserved for the whole stream,
+    or, with `backup.mode: peer`, an instance without a reservation.
     """
 
     agent: InstanceId
@@ -352,8 +355,8 @@ class KvrsParams(msgspec.Struct):
     checkpoints: list[CheckpointTarget] = []
     # The whole history of a chat, whose template the first attempt rendered.
     token_ids: list[int] | None = None
-    # Slot under which `sources` are fetched, which the target's agent may end; 0: only the proxy
-    # counts the fetch.
+    # Number of the slot that allows to fetch `sources`; the target's agent may end it. 0: only the
+    # proxy counts the fetch.
     slot_token: Natural = 0
     # Tokens of a self-test that may follow the history, right or wrong. An engine that verifies
     # drafts proposes these before the drafts of its own source; others ignore them.
@@ -369,7 +372,7 @@ class LeaseUpdate(msgspec.Struct):
 
 
 class LeaseAnswer(msgspec.Struct):
-    """Streams of `renew` whose pages are no longer retained."""
+    """Answer to a `LeaseUpdate`: streams of its `renew` whose pages are no longer kept."""
 
     unknown: list[StreamId]
 
@@ -387,7 +390,7 @@ class FenceRequest(msgspec.Struct):
     slots_only: bool = False
 
     def numbers(self) -> dict[StreamId, tuple[int, int]]:
-        """(owner_epoch, attempt) by stream."""
+        """Return the (owner_epoch, attempt) below which each stream's attempts are dropped."""
         return {
             stream: (self.owner_epochs.get(stream, 0), attempt)
             for stream, attempt in self.attempts.items()
@@ -395,8 +398,8 @@ class FenceRequest(msgspec.Struct):
 
 
 class RankRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /kvrs/v1/ranks`: a rank leaves on purpose, while it is still readable, or
-    returns.
+    """Body of `POST /kvrs/v1/ranks`: a rank is to leave while its memory is still readable, or to
+    return.
     """
 
     rank: Natural
@@ -405,7 +408,7 @@ class RankRequest(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    refused: str | None = None  # Cause of a refusal; None: carried out.
+    refused: str | None = None  # Why the order was refused; None: it was carried out.
 
 
 class ExitReport(msgspec.Struct, frozen=True):
@@ -419,8 +422,8 @@ class ExitReport(msgspec.Struct, frozen=True):
     is_external: bool
 
 
-# Messages of a node's agent. The agent grants leases on checkpoints like an instance, and slots of
-# its node's instances, which bound concurrent recovery transfers.
+# Messages of a node's agent, which leases checkpoints like an instance, and grants slots: each
+# allows one recovery to transfer KV to one of the node's instances.
 
 
 class SlotRequest(msgspec.Struct, frozen=True):
@@ -447,21 +450,21 @@ class SlotUpdate(msgspec.Struct):
 class Slot(msgspec.Struct, frozen=True):
     """A granted slot, or a denial."""
 
-    token: Natural  # Number higher than those of all slots granted before; 0: denied.
-    wait_s: Seconds = 0.0  # Time until a denied slot may be free.
+    token: Natural  # Number of the slot, higher than all granted before; 0: denied.
+    wait_s: Seconds = 0.0  # Time after which to ask again for a denied slot.
 
 
 class SlotAnswer(msgspec.Struct):
     acquired: list[Slot]  # Slots in the order of `acquire`.
-    lost: list[StreamId] = []  # Streams of `renew` whose leases, and so transfers, have ended.
+    lost: list[StreamId] = []  # Streams of `renew` whose slots have ended.
 
 
 class SlotCounts(msgspec.Struct, frozen=True):
-    """Counts of one target's slots."""
+    """Counts of the slots of one target instance."""
 
     held: Natural
-    waiting: Natural  # Denied requests that are expected again.
-    most: Natural  # Most slots ever held at a time.
+    waiting: Natural  # Denied requests that will probably be repeated.
+    most: Natural  # Most slots held at any one time.
     granted: Natural  # Slots granted since the agent's start.
     denied: Natural
     expired: Natural
@@ -485,12 +488,12 @@ class AgentReport(msgspec.Struct, frozen=True):
 
     epoch: Natural
     reserved_bytes: Natural
-    held_bytes: Natural  # Bytes of whole pages, reserved and unreserved.
-    checkpoints: Natural  # Number of reservations.
+    held_bytes: Natural  # Bytes of the pages held now, with a reservation or without.
+    checkpoints: Natural  # Number of streams with a reservation.
     # Leading full pages held per stream: of all streams on the first line of a watch, then of the
     # changed ones.
     pages: dict[StreamId, Natural]
-    denied: list[StreamId] = []  # Streams that found no room since the last line.
+    denied: list[StreamId] = []  # Streams refused for lack of room since the last line.
     # Slots of every target that was ever requested, over all proxies.
     slots: dict[InstanceId, SlotCounts] = {}
     rows: RowsReport = NO_ROWS

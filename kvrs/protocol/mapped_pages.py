@@ -10,14 +10,14 @@ import msgspec
 
 from kvrs.errors import TransferError
 
-_HEAD = struct.Struct("!Q")  # Bytes of the file.
-_PLACE = struct.Struct("!QQ")  # Offset and checksum of the page.
+_HEAD = struct.Struct("!Q")  # size of the file in bytes; 0: its descriptor came before
+_PLACE = struct.Struct("!QQ")  # offset of a page in the file, checksum of the page
 
 HEAD_BYTES, PLACE_BYTES = _HEAD.size, _PLACE.size
 
 
-# The offset of a page in the file, and its checksum from when it was stored. No class, since an
-# answer has thousands.
+# The offset of a page in the file, and the checksum computed when the page was stored. A tuple
+# costs less than an object of a class, and an answer has thousands.
 PlacedPage = tuple[int, int]
 
 
@@ -43,7 +43,8 @@ def decode_mapped(payload: bytes, pages: int) -> MappedPages:
 
 
 def check_file(file_bytes: int, found: Sequence[int]) -> None:
-    """Compare the size that was announced with those of the descriptors.
+    """Check that the announced size equals the size of the one file whose descriptor came with the
+    answer.
 
     Raises:
         TransferError: they differ.

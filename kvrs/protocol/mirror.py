@@ -58,13 +58,14 @@ class KvLocation(msgspec.Struct, frozen=True, array_like=True):
 class StreamHeader(msgspec.Struct, frozen=True):
     """Facts that stay fixed while the stream has the same owner."""
 
-    digest: bytes  # Digest of the request's path and body.
+    digest: bytes  # Digest of the request's path and body, which a repeated request must equal.
     seed: int | None
     deadlines: tuple[float | None, float | None, float | None]
     age_s: float  # Time since the client's first request.
     owned_s: float  # Time since this owner took the stream.
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # The tenant's mark, for fair shares.
-    request: bytes = b""  # The encoded request of a response, which the client does not send again.
+    # Encoded `Stored` of a response, whose client never sends the request again.
+    request: bytes = b""
 
 
 class StreamState(msgspec.Struct, frozen=True):
@@ -88,20 +89,20 @@ class Update(msgspec.Struct):
 
     key: Key
     stream: StreamId
-    owner: Name  # Id of one run of a proxy.
+    owner: Name  # Id of the owner: one run of a proxy.
     owner_epoch: Natural
     mirror_no: Natural
     first_event: Natural
     events: list[StreamEvent]
     state: StreamState
     header: StreamHeader | None = None
-    # Packed prompt ids, sent with the first events until these are acknowledged.
+    # Packed token ids of the prompt, sent with each update until one is acknowledged.
     prompt_ids: bytes | None = None
     head: bytes | None = None
     # Length of the chain of copies: 0 from the owner to its mirror, 1 from the mirror to a third
     # proxy, and so on.
     copy_hops: Natural = 0
-    idle_s: float = 0.0  # Time since the last message about the stream, in a copy.
+    idle_s: float = 0.0  # In a copy: seconds since its sender last heard of the stream.
 
 
 BYTES_PER_HASH = 8
@@ -115,7 +116,7 @@ class SentPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     instance: InstanceId
-    epoch: Natural  # Epoch of the instance.
+    epoch: Natural  # The instance's epoch when the prompt was sent.
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     hashes: Annotated[bytes, msgspec.Meta(min_length=8, max_length=MAX_HASH_BYTES)]
@@ -128,21 +129,23 @@ class SentPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Batch(msgspec.Struct):
     """Body of `POST /kvrs/v1/mirror`."""
 
-    sender: Name  # The proxy's id.
+    sender: Name  # Id of the sending proxy.
     updates: list[Update]
     sent: Annotated[list[SentPrompt], msgspec.Meta(max_length=MAX_SENT)] = []
 
 
 class AckStatus(StrEnum):
     STORED = "stored"
-    HEADER_NEEDED = "header_needed"  # The receiver lacks the record, or has an older form of it.
+    # The receiver lacks the record or has an older version of it, so the header must be sent.
+    HEADER_NEEDED = "header_needed"
     SUPERSEDED = "superseded"  # The receiver knows of a later owner.
-    FULL = "full"  # The receiver has no room.
+    FULL = "full"  # The receiver has no room for another record.
 
 
 class UpdateAck(msgspec.Struct, frozen=True):
     status: AckStatus
-    events: Natural = 0  # Events of the stream that the receiver has; valid only with STORED.
+    # Number of the stream's events that the receiver has; valid only with STORED.
+    events: Natural = 0
 
 
 class BatchAnswer(msgspec.Struct):
@@ -168,7 +171,9 @@ class Hello(msgspec.Struct, omit_defaults=True):
     id: Name
     run: Name
     leaving: bool = False  # The proxy is about to end: its streams and records go to other proxies.
-    drains: list[DrainOrder] = []  # Orders that another worker of this proxy begins at its start.
+    # Drain orders that are in force when another worker of this proxy starts; it carries them out
+    # too.
+    drains: list[DrainOrder] = []
 
 
 class Lookup(msgspec.Struct):
@@ -178,7 +183,7 @@ class Lookup(msgspec.Struct):
 
 
 class RecordVersion(msgspec.Struct, frozen=True):
-    """Form of a stream's record at a proxy, and whether that proxy grants claims to it."""
+    """Version of a stream's record at a proxy, and whether the proxy grants claims to the record."""
 
     stream: StreamId
     owner_epoch: Natural
@@ -195,19 +200,20 @@ class ReadAnswer(msgspec.Struct):
     """Answer of `POST /kvrs/v1/mirror/read`: the whole record, which the proxy keeps."""
 
     record: Update | None
-    runs: bool  # The stream runs at this proxy.
+    runs: bool  # The stream is being served by this proxy now.
 
 
 class Claim(msgspec.Struct):
-    """Body of `POST /kvrs/v1/mirror/claim`: asks for the stream, provided that its record still has
-    this version.
+    """Body of `POST /kvrs/v1/mirror/claim`: the claimant asks to become the stream's owner,
+    provided that the record still has this version.
     """
 
     key: Key
-    claimant: Name  # Id of one run of a proxy.
+    claimant: Name  # Id of the claimant: one run of a proxy.
     version: RecordVersion
     digest: bytes
-    stream: StreamId | None = None  # Stream and the client's position in it, from Last-Event-ID.
+    # The stream, and the last event that the client has (`after`), both from Last-Event-ID.
+    stream: StreamId | None = None
     after: int = -1
 
 
@@ -217,10 +223,11 @@ class Refusal(StrEnum):
     OTHER_STREAM = "other_stream"
     # Events that the client has beyond the mirror cannot be regenerated exactly.
     INEXACT = "inexact"
-    BEYOND = "beyond"  # The client's position is behind the end of the stream.
+    BEYOND = "beyond"  # The client claims to have events behind the end of the stream.
     UNKNOWN = "unknown"
 
 
 class ClaimAnswer(msgspec.Struct):
-    granted: Update | None = None  # The whole record, under its new epoch.
+    # The whole record with the claimant's owner epoch; None: refused.
+    granted: Update | None = None
     refusal: Refusal | None = None

@@ -12,8 +12,8 @@ from kvrs.protocol.tags import Tag
 
 
 class TrafficClass(IntEnum):
-    """Priority on a link: the lower goes first. A recovering stream was cut between two tokens; a
-    handed-off stream has sent none yet.
+    """Priority of a transfer on a link: a lower number goes first. A recovering stream goes before
+    a handed-off stream, which has not sent its client a token yet.
     """
 
     RECOVERY = 0
@@ -30,12 +30,14 @@ class StoreCode(IntEnum):
 
     OK = 0
     FENCED = 1  # A later owner or attempt writes this stream's checkpoint.
-    FULL = 2  # No room to reserve the stream's largest size.
+    FULL = 2  # The agent has no room for the largest size that the stream can reach.
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One end of a connection. Pages move only between equal fingerprints, page sizes and cells."""
+    """The facts by which one end of a connection introduces itself. Pages move only between equal
+    fingerprints, page sizes and numbers of cells.
+    """
 
     instance: InstanceId
     node: NodeId
@@ -47,8 +49,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """A request for pages by tag, in order, then optionally page `tail_index` of the history
-    retained for the hand-off `handoff`. `part`: only these cells of each page.
+    """A request for the pages of `tags`, in order, and then optionally for page `tail_index` of the
+    hand-off `handoff`. `part`: only these cells of each page; None: whole pages.
     """
 
     tags: tuple[Tag, ...]
@@ -77,7 +79,9 @@ class ProbeFrame:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointClaim:
-    """The writer of a stream's checkpoint; the highest (owner_epoch, attempt) is valid."""
+    """The attempt that writes a stream's checkpoint; an agent accepts only the highest
+    (owner_epoch, attempt).
+    """
 
     stream: StreamId
     owner_epoch: int
@@ -86,8 +90,8 @@ class CheckpointClaim:
 
 @dataclass(frozen=True, slots=True)
 class OfferFrame:
-    """A request to reserve room for a whole stream. `tags` has all its full pages so far, from page
-    0.
+    """A request to reserve room for a whole stream. `tags` names all full pages that the stream has
+    so far, from page 0 on.
     """
 
     request_id: int

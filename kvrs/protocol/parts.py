@@ -7,7 +7,7 @@ from itertools import groupby
 
 import msgspec
 
-Cell = tuple[int, int]  # Layer, KV head.
+Cell = tuple[int, int]  # A cell by its layer and its KV head.
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -25,7 +25,9 @@ class Part(msgspec.Struct, frozen=True):
         return Part(layers, heads) if layers and heads else None
 
     def local(self, part: "Part") -> tuple[slice, slice]:
-        """Index of another part within this part's memory `[layers, heads, ...]`."""
+        """Return the layers and heads of another part as slices of this part's memory `[layers,
+        heads, ...]`.
+        """
         return (
             slice(part.layers.start - self.layers.start, part.layers.stop - self.layers.start),
             slice(part.heads.start - self.heads.start, part.heads.stop - self.heads.start),
@@ -44,11 +46,13 @@ class PagePart(msgspec.Struct, frozen=True):
         return self.layers * self.heads
 
     def bytes_of(self, page_bytes: int) -> int:
-        """Bytes of the part in a page of `page_bytes`, a multiple of the cells."""
+        """Return the number of the part's bytes in one page of `page_bytes` bytes."""
         return page_bytes // self.page_cells * self.part.cells
 
     def runs(self, page: memoryview) -> Sequence[memoryview]:
-        """Slices of a page that the part covers: one per layer, or one if it has all heads."""
+        """Return the slices of a page that the part covers: one per layer, or a single one if the
+        part has all heads.
+        """
         layers, heads = self.part.layers, self.part.heads
         cell = page.nbytes // self.page_cells
         if len(heads) == self.heads:
@@ -59,14 +63,14 @@ class PagePart(msgspec.Struct, frozen=True):
 
 
 def rectangles(cells: Iterable[Cell]) -> list[Part]:
-    """Disjoint parts that cover exactly these cells: runs of heads, over consecutive layers with
-    the same run.
+    """Return disjoint parts that together cover exactly these cells: consecutive layers with the
+    same run of heads form one part.
     """
     heads: dict[int, list[int]] = {}
     for layer, head in sorted(set(cells)):
         heads.setdefault(layer, []).append(head)
     found: list[Part] = []
-    # Runs of heads of the layer before, each with the layer it began in.
+    # Runs of heads in the layer before, each with the layer where the run began.
     open_: dict[range, int] = {}
     for layer in range(min(heads, default=0), max(heads, default=-1) + 2):
         runs = _runs(heads.get(layer, []))

@@ -37,7 +37,9 @@ class ProofError(KvrsError):
 
 
 class ServerProof:
-    """The server's part on one connection. `scope` is set once the client has proved its key."""
+    """The server's side of the proof on one connection. `scope` is set once the client has proved
+    its key.
+    """
 
     def __init__(self, keys: Sequence[ScopedKey], nonce: bytes) -> None:
         self._keys = {key.id: key for key in keys}
@@ -51,7 +53,7 @@ class ServerProof:
 
     @property
     def wanted_bytes(self) -> int:
-        """Most bytes to read now, if nothing behind the proof may be read with it."""
+        """Most bytes that the caller may read now without reading past the client's proof."""
         return _wanted(self._buffer, _HELLO_BYTES if self._claimed is None else _PROOF_BYTES)
 
     def receive(self, data: bytes) -> tuple[bytes, bytes]:
@@ -95,7 +97,9 @@ class ServerProof:
 
 
 class ClientProof:
-    """The client's part: `hello` is sent first, and then what `receive` returns."""
+    """The client's side of the proof: the caller sends `hello` first, and then what `receive`
+    returns.
+    """
 
     def __init__(self, key: ScopedKey, nonce: bytes) -> None:
         self._key = key
@@ -106,11 +110,12 @@ class ClientProof:
 
     @property
     def wanted_bytes(self) -> int:
-        """Most bytes to read now."""
+        """Most bytes that the caller may read now without reading past the server's proof."""
         return _wanted(self._buffer, _REPLY_BYTES)
 
     def receive(self, data: bytes) -> bytes:
-        """Parse received bytes; return the client's proof, once the reply is complete.
+        """Take received bytes; return the client's proof once the server's message is complete, and
+        until then nothing.
 
         Raises:
             ProofError: the server did not prove its key; the message names what it is instead.
@@ -153,5 +158,5 @@ def _fields(message: bytes) -> list[bytes]:
     """Split a message into its fields. Raises ProofError."""
     try:
         return [bytes.fromhex(each) for each in message[len(_PREFIX) :].decode("ascii").split(" ")]
-    except ValueError:  # UnicodeDecodeError too.
+    except ValueError:  # UnicodeDecodeError is a ValueError too.
         raise ProofError("a field is not hexadecimal") from None

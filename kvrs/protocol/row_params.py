@@ -19,7 +19,8 @@ from kvrs.protocol.secrets import Scope, derive, scoped_key
 
 PARAMS_FIELD = "kvrs"
 MAX_AGENTS = 16
-# Validity: covers differing clocks and a request's wait at the server.
+# Seconds for which an object is valid: enough for differing clocks and a request's wait at the
+# server.
 GOOD_S = 900.0
 
 _Agent = Annotated[str, msgspec.Meta(max_length=256)]

@@ -39,7 +39,7 @@ MAX_ROW_BYTES = 1 << 30
 MAX_ABOUT_BYTES = 1 << 16
 MAX_REASON_BYTES = 512
 CHECKSUM_BYTES = 16
-MAX_REGIONS = 64  # Regions of a node; an engine has one for each data-parallel rank.
+MAX_REGIONS = 64  # Most regions of one node; an engine has one for each data-parallel rank.
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _MAGIC = b"KR"
@@ -64,7 +64,7 @@ class RowFrame(IntEnum):
     CHECKED = 12
 
 
-# Size of the tag or the checksum before a row.
+# Bytes of the tag or checksum that precedes a row in each answer.
 BYTES_BEFORE_ROW = {RowFrame.ROW: TAG_BYTES, RowFrame.CHECKED: CHECKSUM_BYTES}
 _MAX_BODY_BYTES = {
     RowFrame.REGION: MAX_ABOUT_BYTES,
@@ -83,30 +83,30 @@ _WITH_KEYS = {RowFrame.LOOKUP, RowFrame.LOAD, RowFrame.KEYS}
 
 
 class Space(NamedTuple):
-    """The meaning and the size of rows: all that a key stands for."""
+    """Namespace and size of rows: equal keys in equal spaces name equal rows."""
 
     namespace: bytes
     row_bytes: int
 
 
 class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts sent with a region's descriptors."""
+    """Facts about a region, sent together with its descriptors."""
 
     engine: _Name
     namespace: bytes
     rows: int
     row_bytes: int
-    # Contents of the namespace's hash, by which a difference can be explained.
+    # Values that the namespace is a hash of, to show in what two namespaces differ.
     fields: dict[str, Any]
     model: str = ""  # Model name as the engine serves it.
-    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: not reported.
+    row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # Tokens in one row; 0: not reported.
 
     @property
     def space(self) -> Space:
         return Space(self.namespace, self.row_bytes)
 
 
-# The first digits of a namespace: rows of equal namespaces mean the same.
+# First 16 hex digits of a namespace; engines of one namespace can use each other's rows.
 ShortSpace = Annotated[str, msgspec.Meta(min_length=16, max_length=16)]
 
 
@@ -140,8 +140,8 @@ class RowsReport(msgspec.Struct, frozen=True):
     """All rows of vLLM's CPU tiers that an agent serves, as reported to proxies."""
 
     regions: Annotated[tuple[RegionReport, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
-    to_other_nodes: bool = False  # Servers of other nodes can load the rows, too.
-    # Namespaces of other nodes' rows of which the agent holds second copies.
+    to_other_nodes: bool = False  # True if the agent serves the rows to servers of other nodes too.
+    # Namespaces of those rows of other nodes that the agent keeps a second copy of.
     copies: Annotated[tuple[ShortSpace, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
 
 
@@ -203,7 +203,7 @@ def decode_space(body: bytes) -> Space:
 
 
 def row_start(row_bytes: int, tag: bytes, frame: RowFrame = RowFrame.ROW) -> bytes:
-    """The head that precedes the bytes of a row."""
+    """Encode the head that is sent before the bytes of a row."""
     return _HEAD.pack(_MAGIC, frame, 0, 0, len(tag) + row_bytes) + tag
 
 

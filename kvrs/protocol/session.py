@@ -32,7 +32,7 @@ class _Direction:
 
 
 class Session:
-    """One end of a connection; `secret` is derived from the nonces and identities of both ends."""
+    """One end of a connection. `secret` is derived from the nonces and identities of both ends."""
 
     def __init__(self, secret: bytes, *, is_client: bool) -> None:
         keys = [derive(secret, b"client"), derive(secret, b"server")]
@@ -40,20 +40,24 @@ class Session:
         self._sending, self._receiving = _Direction(own), _Direction(other)
 
     def seal(self, message: Bytes) -> bytes:
-        """The MAC of the next sent message."""
+        """Return the MAC to send with the next message."""
         return self._sending.mac(b"", message)
 
     def answer(self, answer: AnswerHeader, payload: Bytes = b"") -> bytes:
-        """The start of the next answer, with its MAC."""
+        """Return the start of the next answer to send, and behind it the MAC of start and payload."""
         start = encode_start(answer)
         return start + self._sending.mac(start, payload)
 
     def check(self, mac: Bytes, message: Bytes) -> None:
-        """Verify the next received message. Raises DamagedPageError: not the peer's."""
+        """Verify the next received message. Raises DamagedPageError: the peer did not send it like
+        this.
+        """
         self._compare(mac, self._receiving.mac(b"", message))
 
     def check_answer(self, mac: Bytes, answer: AnswerHeader, payload: Bytes = b"") -> None:
-        """Verify the next received answer. Raises DamagedPageError: not the peer's."""
+        """Verify the next received answer. Raises DamagedPageError: the peer did not send it like
+        this.
+        """
         self._compare(mac, self._receiving.mac(encode_start(answer), payload))
 
     def skip(self) -> None:

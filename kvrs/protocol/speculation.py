@@ -16,12 +16,13 @@ from kvrs.ids import InstanceId
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 DraftId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
-MAX_RELOAD_S = 60.0  # Longest validity of a reload notice.
+MAX_RELOAD_S = 60.0  # Most seconds that a reload notice may be valid.
 MAX_READY_S = 1e6
-MAX_REASON = 500  # Most characters of a reason.
-MOST_DRAFTS = 64  # Drafts of one stream, ahead of its verified tokens.
+MAX_REASON = 500  # Most characters of a reason in a report.
+MOST_DRAFTS = 64  # Most drafts of one stream beyond its verified tokens.
 MAX_MESSAGE_BYTES = 1 << 24
-_MESSAGE_TOKENS = 1 << 18  # Tokens in a list of updates, except its last one.
+# Number of tokens at which a list of updates ends and the next one begins.
+_MESSAGE_TOKENS = 1 << 18
 # Interval of both sides' pings; a peer that does not answer within half of it is dropped.
 HEARTBEAT_S = 5.0
 
@@ -39,10 +40,11 @@ class Reload(msgspec.Struct, frozen=True):
     """State of a reloading instance, as it reports it."""
 
     state: ReloadState = ReloadState.LOADING
-    paired_with: InstanceId | None = None  # The instance that it makes drafts for.
+    # The instance that gets its drafts; None: no other instance does.
+    paired_with: InstanceId | None = None
     # Predicted time until it serves; None: not known.
     ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None
-    # Reason why it makes no drafts.
+    # Why the instance makes no drafts; empty: it makes some, or has not decided.
     skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
 
 
@@ -51,18 +53,18 @@ class SpeculationReport(msgspec.Struct, frozen=True):
 
     source: str
     active: bool = False  # Drafts are made now.
-    steps: _Natural = 0  # Verification steps with drafts, counted per stream.
+    steps: _Natural = 0  # Steps that verified drafts; a step of n streams counts n times.
     proposed: _Natural = 0
     accepted: _Natural = 0
     # Received drafts that were not proposed, because the stream had continued otherwise.
     stale: _Natural = 0
-    helper: InstanceId | None = None  # The instance that makes the drafts.
-    skipped: str = ""  # Reason why its own start made none for others.
-    reloads: dict[InstanceId, Reload] = {}  # Reloads of other instances.
+    helper: InstanceId | None = None  # Instance that makes the drafts; None: no other instance.
+    skipped: str = ""  # Why this instance, at its start, made no drafts for others.
+    reloads: dict[InstanceId, Reload] = {}  # Reloads that other instances have announced.
 
     @property
     def wants_helper(self) -> bool:
-        """The instance takes drafts of another instance."""
+        """True if the instance verifies drafts that another instance makes."""
         return self.source == "draft"
 
 
@@ -82,7 +84,7 @@ class DraftOffer(msgspec.Struct, frozen=True):
     """
 
     instance: InstanceId
-    vocabulary: str  # Digest of the tokenizer and its size.
+    vocabulary: str  # Digest of the tokenizer, and of its number of ids.
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
@@ -96,7 +98,9 @@ class DraftChoice(msgspec.Struct, frozen=True):
 
 
 class MirrorUpdate(msgspec.Struct, frozen=True):
-    """The begin of a stream (`choice` is given), its further tokens, or its end (neither)."""
+    """News of a stream for the helper: the begin of the stream (`choice` is given), further tokens,
+    or the end (neither).
+    """
 
     number: _Natural
     token_ids: list[DraftId] = []
@@ -120,8 +124,8 @@ def in_messages(updates: Iterable[MirrorUpdate]) -> Iterator[list[MirrorUpdate]]
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Drafts for a stream: the position of the first, and their ids. `begins_anew`: earlier drafts
-    are wrong.
+    """Drafts for a stream, from `position` of its tokens on. `begins_anew`: earlier drafts are
+    wrong.
     """
 
     number: _Natural

@@ -15,11 +15,12 @@ class StageInfo(msgspec.Struct, frozen=True):
 
     stage: _Natural
     node: NodeId
-    host_pid: int  # Process of the ranks: a host, or the instance itself.
-    session: _Natural | None  # Number of the session at the host; None: the instance's own process.
-    epoch: _Natural  # Epoch under which the session was opened.
-    worked_s: _Seconds  # CPU time of the ranks' batches, each modulo 71 minutes.
-    read_bytes: _Natural  # Weights read from files since the start of the process.
+    host_pid: int  # Process that runs the ranks: a stage host, or the instance itself.
+    session: _Natural | None  # Number of the session at the stage host; None: there is no host.
+    epoch: _Natural  # Epoch of the instance when the session was opened.
+    # CPU time that the ranks have computed; each rank's starts again at 0 after 71 minutes.
+    worked_s: _Seconds
+    read_bytes: _Natural  # Bytes of weights read from files since the process began.
     # Owner of the host that runs the stage now; None: the instance's own.
     donor: InstanceId | None = None
     # Pages that the instance may use, if the stage is borrowed; None: all.
@@ -28,14 +29,14 @@ class StageInfo(msgspec.Struct, frozen=True):
     # pages. None: no replicas; `unprotected` has the reason, if replicas are configured.
     replica_to: InstanceId | None = None
     unprotected: str | None = None
-    replica_lag_pages: _Natural = 0  # Full pages that are not replicated yet.
+    replica_lag_pages: _Natural = 0  # Full pages that have no replica yet.
     # Bytes of replicas sent since the start of the instance.
     replica_sent_bytes: _Natural = 0
-    replica_dropped_pages: _Natural = 0  # Pages of replicas that were not accepted, or not kept.
+    replica_dropped_pages: _Natural = 0  # Pages that the holder did not accept or keep as replicas.
 
 
 class StageLent(msgspec.Struct, frozen=True):
-    """Pages of an instance's stage that another instance of the group uses."""
+    """Pages of one of an instance's stages that another instance of the group uses."""
 
     to: InstanceId
     stage: _Natural
@@ -43,11 +44,13 @@ class StageLent(msgspec.Struct, frozen=True):
 
 
 class RestartReport(msgspec.Struct, frozen=True):
-    """The first token of an attempt that restarted at its instance after a stage lost cells."""
+    """Report of the first token of an attempt that restarted at its instance after a stage lost
+    cells.
+    """
 
     stream: StreamId
     attempt: _Natural
     owner_epoch: _Natural
-    # Pages whose lost part a donor of the stage had as a replica.
+    # Pages whose lost part was a replica at the stage's new host.
     adopted_pages: _Natural
     recomputed_tokens: _Natural  # Tokens of the history that were computed again.

@@ -25,9 +25,13 @@ class TenantSecret:
         self.mark = derive(self._roots[0], b"mark")[:_MARK_BYTES].hex()
 
     def record_keys(self, key: str) -> list[str]:
-        """The record keys of an idempotency key, one per secret."""
+        """Return the keys of a stream's record for the client's idempotency key, one per secret of
+        the cluster.
+        """
         return [derive(root, b"record\0" + key.encode()).hex() for root in self._roots]
 
     def salt(self, cache_salt: str) -> str:
-        """The salt of the tenant's pages; a client's own salt divides them further."""
+        """Return the salt of the tenant's pages; `cache_salt`, from the client, divides the pages
+        further.
+        """
         return derive(self._roots[0], b"salt\0" + cache_salt.encode()).hex()

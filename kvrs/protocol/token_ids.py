@@ -12,8 +12,7 @@ import msgspec
 
 from kvrs.protocol.instance import TokenId
 
-# Objects at a time while encoding; bytes at a time while decoding.
-_STEP = 1 << 14
+_STEP = 1 << 14  # Objects encoded in one step, and bytes decoded in one step.
 _STEP_BYTES = 1 << 17
 _IDS = msgspec.json.Decoder(list[TokenId])
 
@@ -41,7 +40,7 @@ def decode(text: bytes) -> "array[int]":
             at = after + 1
     except msgspec.ValidationError:
         raise
-    except msgspec.DecodeError:  # The step ends within a value that is not an id.
+    except msgspec.DecodeError:  # The end of a step has cut a value that is not an id.
         raise msgspec.ValidationError("Expected `array` of ids") from None
     return ids
 

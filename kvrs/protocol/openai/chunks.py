@@ -18,12 +18,12 @@ NOT_A_NUMBER = "not_a_number"
 # vLLM's wording of the error, which has no code.
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
-# Written answers. In every choice `token_ids` stays last, so that a proxy can cut them out of the
-# bytes by offset.
+# Answers as kvrs's engines write them. In every choice `token_ids` stays last, so that a proxy can
+# cut the ids out of the bytes by offset.
 
 
 class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None  # Tokens of the prompt found in the prefix cache.
+    cached_tokens: int | None = None  # Prompt tokens found in the prefix cache; None: not reported.
 
 
 class Usage(msgspec.Struct):
@@ -103,7 +103,7 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A tool call of a message; in a delta it has its `index` too."""
+    """A tool call of a message; in a chunk of a stream the call has an `index` too."""
 
     id: str
     function: FunctionCall
@@ -112,7 +112,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """The part of the message that a chunk adds; the other fields are left out."""
+    """The part of the message that one chunk adds; unset fields are left out of the JSON."""
 
     role: str | None = None
     content: str | None = None
@@ -171,8 +171,9 @@ class ChatCompletion(msgspec.Struct):
     kv_transfer_params: KvTransferParams | msgspec.UnsetType = msgspec.UNSET
 
 
-# Answers of either endpoint and any engine, as read. Every event outside the relay's byte search is
-# decoded to these structs, so what few readers need stays undecoded.
+# Answers of any engine at either endpoint, as a proxy reads them. Every event that the relay cannot
+# handle by searching its bytes is decoded to these structs, so fields that are seldom read stay
+# undecoded.
 
 
 class ReceivedDelta(msgspec.Struct, gc=False):
@@ -198,21 +199,24 @@ class ReceivedChoice(msgspec.Struct, gc=False):
 
     @property
     def is_parsed(self) -> bool:
-        """The engine has parsed its output into more than text."""
+        """True if the engine has parsed its output into tool calls or reasoning, so that the text
+        alone is not the whole output.
+        """
         return bool(self.delta.reasoning_content or self.delta.reasoning or self.delta.tool_calls)
 
     def logprob_lists(self) -> dict[str, list[msgspec.Raw] | None]:
-        """Lists of log probabilities with one element per token; empty if there are none.
+        """Return the lists of log probabilities by name, with one element per token; empty: the
+        choice has none.
 
         Raises:
             msgspec.DecodeError: they have another form.
         """
-        # Absent or null: no shorter JSON contains a list.
+        # A shorter value is absent or null: no list fits into as few bytes.
         return _LOGPROBS.decode(self.logprobs) if len(self.logprobs) > len(b"null") else {}
 
 
-# Reasons of an engine that gave the request up (vLLM: aborted, or its engine failed). Any other
-# reason ends a complete answer.
+# Finish reasons of an engine that gave the request up (vLLM: aborted, or its engine failed). Any
+# other finish reason ends a complete answer.
 BROKEN_REASONS = frozenset({"abort", "error"})
 
 
@@ -252,7 +256,9 @@ def refusal_body(error: Mapping[str, Any]) -> bytes:
 
 
 def failure_body(error: Mapping[str, Any]) -> bytes:
-    """An engine's failure, in OpenAI's form: the message is for the client that asked."""
+    """Make an error body in OpenAI's form from an engine's failure, with the engine's message,
+    which only the client of that request gets.
+    """
     message, param = str(error.get("message")), error.get("param")
     return error_body(message, kind="server_error", param=param if isinstance(param, str) else None)
 
@@ -270,7 +276,7 @@ def error_kind(error: Any) -> str:
 
 
 def sse(data: bytes) -> bytes:
-    """One server-sent event."""
+    """Encode data as one server-sent event."""
     return b"data: " + data + b"\n\n"
 
 

@@ -32,16 +32,21 @@ class Treatment(StrEnum):
 
 
 class Seam(StrEnum):
-    """Effect of a field on a stream that an engine continues from its history as a prompt."""
+    """Effect of a field on a stream that continues at another engine, whose prompt is the history;
+    the seam is the end of the history.
+    """
 
     EXACT = "exact"
-    INEXACT = "inexact"  # The engine gets the field again, and counts from the seam.
-    # The field is not sent on: the engine would begin anew at the seam. Inexact.
+    # The engine gets the field again, but counts from the seam, so its output may differ.
+    INEXACT = "inexact"
+    # The engine does not get the field, which would start anew at the seam; its output may differ.
     LEFT_OUT = "left out"
 
 
 class BodyField(msgspec.Struct, frozen=True):
-    """A row of the table. A value in `neutral` counts as an absent field."""
+    """A row of the table: one field and each backend's treatment of it. A value in `neutral` counts
+    as an absent field.
+    """
 
     name: str
     embedded: Treatment
@@ -50,14 +55,14 @@ class BodyField(msgspec.Struct, frozen=True):
     sglang: Treatment
     api: ApiKind | None = None  # The only endpoint that accepts the field; None: both.
     seam: Seam = Seam.EXACT
-    of_output: bool = False  # Prefill, which has no output, does not get the field.
+    of_output: bool = False  # Only decode gets the field, since prefill has no output.
     of_text: bool = (
         # The field is about tokenising a prompt: an engine that gets token ids does not get it.
         False
     )
     neutral: tuple[Any, ...] = ()
-    instead: str = ""  # Another field of the same effect.
-    null_counts: bool = False  # vLLM takes null for another value than an absent field.
+    instead: str = ""  # Another field with the same effect, named in the refusal.
+    null_counts: bool = False  # Null is not left out, as vLLM distinguishes it from absence.
 
     def treatment(self, backend: str) -> Treatment:
         match backend:
@@ -81,9 +86,9 @@ _VLLM_WHOLE = (_R, _R, Treatment.WHOLE, _R)
 _INTERNAL = (Treatment.INTERNAL,) * 4
 _INEXACT, _LEFT_OUT = Seam.INEXACT, Seam.LEFT_OUT
 
-# Rules on more than one field are in kvrs/proxy/wire/exactness.py.
+# All fields. Rules on more than one field are in kvrs/proxy/wire/exactness.py.
 FIELDS: tuple[BodyField, ...] = (
-    # The prompt.
+    # Field of the prompt.
     BodyField("prompt", *_EVERYWHERE, _COMPLETIONS),
     BodyField("messages", *_EVERYWHERE, _CHAT),
     BodyField("tools", *_EVERYWHERE, _CHAT),
@@ -125,7 +130,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("repetition_penalty", *_EVERYWHERE, of_output=True),
     BodyField("logit_bias", _R, _R, _U, _U, of_output=True, neutral=({},)),
     BodyField("allowed_token_ids", _R, _R, _U, _R, of_output=True),
-    # Inexact: a word of several tokens may begin before the seam.
+    # Not exact when continued: a bad word of several tokens may begin before the seam.
     BodyField("bad_words", _R, _R, _U, _R, seam=_INEXACT, of_output=True, neutral=([],)),
     BodyField("watermarking", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
     BodyField("response_format", _U, _R, _P, _P, seam=_LEFT_OUT, neutral=({"type": "text"},)),
@@ -198,7 +203,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("kvrs", *_INTERNAL),
     BodyField("kv_transfer_params", *_INTERNAL),
     BodyField("ec_transfer_params", *_NOWHERE),
-    # The field may hold `kv_transfer_params`.
+    # Not passed on from clients, because it may hold `kv_transfer_params`.
     BodyField("vllm_xargs", *_NOWHERE),
     BodyField("request_id", *_NOWHERE),
     BodyField("priority", *_NOWHERE, neutral=(0,)),
@@ -216,7 +221,7 @@ FIELDS: tuple[BodyField, ...] = (
 
 NOT_FOR_PREFILL = frozenset(row.name for row in FIELDS if row.of_output)
 NOT_FOR_IDS = frozenset(row.name for row in FIELDS if row.of_text)
-# Fields left out of a chat that is continued as a completion.
+# Fields of chats only, left out when a chat is continued as a completion.
 NOT_FOR_COMPLETIONS = frozenset(row.name for row in FIELDS if row.api is ApiKind.CHAT)
 NOT_AFTER_SEAM = frozenset(row.name for row in FIELDS if row.seam is Seam.LEFT_OUT)
 
@@ -228,20 +233,22 @@ _ANY = msgspec.json.Decoder()
 
 @cache
 def rows(api: ApiKind) -> Mapping[str, BodyField]:
-    """The row of each field at an endpoint; fields of the other endpoint alone keep their row."""
+    """Return the row of each field for requests at an endpoint, by the field's name."""
     here = {row.name: row for row in FIELDS if row.api in (None, api)}
     return {row.name: row for row in FIELDS} | here
 
 
 @cache
 def whole(api: ApiKind) -> frozenset[str]:
-    """Fields with which one engine answers the whole request."""
+    """Return the names of fields with treatment WHOLE: a request with one is answered by one engine
+    in one piece.
+    """
     return frozenset(name for name, row in rows(api).items() if row.vllm is Treatment.WHOLE)
 
 
 @cache
 def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
-    """Fields that a client may set, in alphabetical order."""
+    """Return the names of the fields that a client may set, in alphabetical order."""
     away = (Treatment.REFUSED, Treatment.INTERNAL)
     return tuple(
         sorted(
@@ -254,7 +261,7 @@ def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
 
 @cache
 def kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
-    """Fields that `check_fields` keeps whatever their value, except null."""
+    """Return the names of fields that `check_fields` keeps with any value except null."""
     kept = (Treatment.UNDERSTOOD, Treatment.PASSED, Treatment.WHOLE)
     return frozenset(
         name
@@ -275,7 +282,7 @@ def check_fields(
     unknown: str | None = None
     as_they_are = kept_as_they_are(api, backend)
     for name, value in given.items():
-        # Null means an absent field, but not every engine accepts it.
+        # Leave the field out: null means absence, but not every engine accepts null.
         if len(value) == 4 and bytes(value) == b"null":
             if backend == VLLM and name in _NULLS_OF_VLLM:
                 kept[name] = value
@@ -299,7 +306,7 @@ def check_fields(
 
 
 def inexact_fields(names: Iterable[str], api: ApiKind) -> list[str]:
-    """Fields among `names` that prevent an exact continuation, whatever their values."""
+    """Return those of `names` that prevent an exact continuation with any value."""
     known = rows(api)
     return [name for name in names if known[name].seam is not Seam.EXACT]
 
@@ -314,12 +321,14 @@ def not_supported(
 
 
 def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
-    """The value changes nothing. Values too long for that are not decoded."""
+    """True if the value is in `row.neutral`, so that the field changes nothing. Long values are
+    never neutral and stay undecoded.
+    """
     if not row.neutral or len(value) > _LONGEST_NEUTRAL_BYTES:
         return False
     try:
         return is_among(_ANY.decode(value), row.neutral)
-    except msgspec.DecodeError:  # A number out of range.
+    except msgspec.DecodeError:  # A number out of Python's range is not neutral.
         return False
 
 

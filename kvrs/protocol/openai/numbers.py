@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-# Fields of both endpoints that take whole numbers, or lists of them.
+# Fields of both endpoints whose values are whole numbers, or lists of whole numbers.
 INTEGERS = frozenset(
     (
         *("max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "n"),
@@ -16,7 +16,7 @@ INTEGERS = frozenset(
     )
 )
 LISTS = frozenset(("prompt", "stop_token_ids", "allowed_token_ids"))
-_LONGEST_BYTES = 64  # Longest text of a number.
+_LONGEST_BYTES = 64  # Most bytes in the text of a number; a longer text is left as it is.
 _SIGNS = (b".", b"e", b"E")
 _ANY = msgspec.json.Decoder()
 

@@ -26,7 +26,8 @@ MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
 MAX_STREAMS = 128  # Streams of one request: its prompts times the choices of each.
 MAX_TOP_LOGPROBS = 20
-MAX_LISTED = 1024  # Number of words or biases: each costs time at every token.
+# Most elements of a list of stop words, bad words or biases: each costs time at every token.
+MAX_LISTED = 1024
 MAX_WORDS = 1 << 14  # Characters of all words, which are tokenised on the engine's event loop.
 
 
@@ -53,7 +54,7 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
-    response_format: msgspec.Raw = _NULL  # The engine decodes it.
+    response_format: msgspec.Raw = _NULL  # Not decoded here, but by the engine.
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -76,13 +77,13 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """The client wants a last event with token counts."""
+        """True if the client wants a last event with the stream's token counts."""
         options = self.stream_options
         return self.stream and options is not None and bool(options.include_usage)
 
     @property
     def wants_each_usage(self) -> bool:
-        """The client wants the token counts so far of a choice in its other events, too."""
+        """True if the client wants the token counts so far of a choice in each other event too."""
         options = self.stream_options
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -111,7 +112,7 @@ class CompletionRequest(_SamplingRequest, kw_only=True):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives to name beside each sampled token; None: no log probabilities."""
+        """Number of alternatives to return with each sampled token; None: no log probabilities."""
         return self.logprobs
 
 
@@ -139,18 +140,18 @@ class ChatRequest(_SamplingRequest, kw_only=True):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives per token, as in `CompletionRequest`; None: no log probabilities."""
+        """Number of alternatives to return with each token; None: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def template_bytes(self) -> int:
-        """Size of the chat template's input."""
+        """Bytes of JSON that the chat's template reads."""
         read = (self.messages, self.tools, self.chat_template_kwargs, self.documents)
         return sum(map(len, read))
 
     @property
     def may_call_tools(self) -> bool:
-        """`<tool_call>` in the output means a call rather than text."""
+        """True if `<tool_call>` in the output begins a tool call; False: it is plain text."""
         return not _NO_TOOLS.fullmatch(self.tools) and self.tool_choice != "none"
 
 
@@ -168,13 +169,13 @@ _MESSAGES = msgspec.json.Decoder(list[_Message])
 
 _NO_TOOLS = re.compile(rb"null|\[\s*\]")
 _EMPTY_OBJECT = re.compile(rb"\{\s*\}")
-HIGHEST_ID = (1 << 32) - 1  # Ids are kept in 4 bytes each.
+HIGHEST_ID = (1 << 32) - 1  # Highest token id: ids are stored in 4 bytes.
 _MISSING = re.compile("Object missing required field `(.*)`")
 
-# Fields that need one engine for the whole request when `echo` is set.
+# Fields with which a completion with `echo` is answered whole by one engine.
 ECHOED_BY_ENGINE = ("logprobs", "truncate_prompt_tokens")
 
-# field: (lowest, highest) allowed value
+# Lowest and highest allowed value of each numeric field.
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 24),
     "min_tokens": (0, 1 << 24),
@@ -272,12 +273,12 @@ def read_request(
     options = fields.get("stream_options")
     if options is not None and not request.stream and not _EMPTY_OBJECT.fullmatch(options):
         raise RequestError("stream_options needs stream=true", param="stream_options")
-    for name in fields:  # Defaults are in range.
+    for name in fields:  # Only given fields are checked, since defaults are in range.
         if (allowed := RANGES.get(name)) is not None:
             value, (lowest, highest) = getattr(request, _ATTRIBUTES.get(name, name)), allowed
             if value is None or lowest <= value <= highest:
                 continue
-            # vLLM with `echo` may generate nothing.
+            # With `echo` vLLM accepts `max_tokens` 0.
             echoes = backend == VLLM and isinstance(request, CompletionRequest) and request.echo
             if not (echoes and name == "max_tokens" and value == 0):
                 raise _out_of_range(name, value, lowest, highest)
@@ -295,8 +296,9 @@ def read_request(
 
 
 def _check_text(body: bytes, max_elements: int | None) -> None:
-    """Check that the body is valid text, including the fields that are passed on undecoded. The
-    decoder reads only one byte of a body that is no object.
+    """Check that the body is valid UTF-8 and, if it is an object, that its structure is within
+    limits, also in fields that no decoder here reads. `max_elements` None: the structure is not
+    checked.
     """
     try:
         body.decode()
@@ -352,7 +354,7 @@ def _read_otherwise(
 ) -> tuple[Request, Fields, list[msgspec.Raw]]:
     more: list[msgspec.Raw] = []
     if (plain := _plainly(body)) is None:
-        given = body  # The decoder below refuses the body.
+        given = body  # Leave the body to the decoder below, which refuses it.
     else:
         fields, more = plain
         given = msgspec.json.encode(fields)
@@ -363,8 +365,8 @@ def _read_otherwise(
 
 
 def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
-    """The fields without nulls, with whole numbers as integers and the first of a list of prompts
-    as the prompt; and the other prompts. None: the body is no object.
+    """Return the body's fields without nulls, with whole numbers as integers and with only the
+    first prompt of a list; and the other prompts. None: the body is no JSON object.
     """
     try:
         fields = _FIELDS.decode(body)
@@ -380,7 +382,9 @@ def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
 
 
 def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = "") -> Decoded:
-    """Decode JSON. Raises RequestError, which names the fault."""
+    """Decode JSON as the decoder's type. Raises RequestError: the message says what is wrong, and
+    where.
+    """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -393,7 +397,7 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
-# Fields with checks beyond a range of values.
+# Fields that need more checks than a range of values.
 _CHECKED = frozenset(("min_tokens", "stop", "logit_bias", "bad_words", "allowed_token_ids"))
 _CHECKED_OF_COMPLETIONS = frozenset(("logprobs", "echo"))
 

@@ -42,7 +42,8 @@ _IGNORED = {
 }
 _OWN = {"input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice"}
 _SWITCHES = ("stream", "background", "store")
-# Sampling fields beyond OpenAI's, checked by chat under the same names.
+# Sampling fields that OpenAI's Responses API lacks; the chat's check reads them under the same
+# names.
 _AS_IN_CHAT = {
     *("model", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "seed", "top_k"),
     *("min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "presence_penalty"),
@@ -72,7 +73,7 @@ class ResponseRequest(msgspec.Struct, frozen=True):
     """A checked request for a response."""
 
     fields: Fields
-    chat: bytes  # Body of the chat that answers it.
+    chat: bytes  # Body of the chat completion that produces the response.
 
     @property
     def stream(self) -> bool:
@@ -155,7 +156,7 @@ def _messages(fields: Fields) -> list[Fields]:
                 call_id = _string(item, "call_id", param)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case "reasoning":
-                pass  # Templates leave out the reasoning of earlier turns.
+                pass  # Left out, as chat templates leave out the reasoning of earlier turns.
             case kind:
                 allowed = "message, function_call, function_call_output, reasoning"
                 raise _not_supported(f"{param}.type", kind, allowed)
@@ -234,7 +235,7 @@ def _format(fields: Fields) -> Fields:
             raise _not_supported("text.format", given, "text, json_object, json_schema")
 
 
-# Making of the output.
+# Classes and functions that make a response's output and events.
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -261,7 +262,9 @@ _CALL = msgspec.json.Decoder(_Call)
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output; `texts` are the pieces of its text, reasoning or arguments."""
+    """One item of a response's output; `texts` are the pieces of its text, reasoning or arguments
+    in order.
+    """
 
     kind: str
     id: str
@@ -310,7 +313,7 @@ class Translator:
         return [*events, self._event("response.in_progress", response=response)]
 
     def take(self, data: bytes) -> list[Event]:
-        """The response's events for one event of the chat."""
+        """Return the response's events that one event of the chat causes."""
         chunk = CHUNK.decode(data)
         if chunk.error is not None:
             self._error = chunk.error
@@ -320,7 +323,7 @@ class Translator:
         return events
 
     def end(self, tokens: Tokens) -> list[Event]:
-        """The last events of a complete stream."""
+        """Return the response's last events, after the chat's stream is complete."""
         events = self._close()
         if not self._items and self._error is None:
             events += [*self._open("message"), *self._close()]
@@ -336,7 +339,9 @@ class Translator:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def response(self, tokens: Tokens | None, *, is_queued: bool = False) -> Fields:
-        """The present response; `tokens` once it has ended."""
+        """Return the response's object as it is now. `tokens`: the counts of an ended response;
+        None: not ended.
+        """
         asked, status = self._asked.fields, self.status if tokens else "in_progress"
         usage = None
         if tokens is not None:
@@ -456,7 +461,7 @@ class Translator:
 
 
 def encoded(events: Iterable[Event], after: int, write: Callable[[bytes], None]) -> None:
-    """Write the events after a position as server-sent events, in one piece."""
+    """Write the events numbered above `after` as server-sent events, by one call of `write`."""
     data = b"".join(
         b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
         for event in events

@@ -11,21 +11,21 @@ from itertools import accumulate
 
 from kvrs.errors import RequestError
 
-MAX_ELEMENTS = 1 << 16  # Objects and lists; strings, including keys, may be twice as many.
-MAX_VALUES = 1 << 20  # Values of any kind: a prompt may be a long list of ids.
-MAX_TEMPLATE_VALUES = 1 << 17  # Values in the template's input, which it may write as JSON again.
+# Most objects and lists in a body; strings, including keys, may be twice as many.
+MAX_ELEMENTS = 1 << 16
+MAX_VALUES = 1 << 20  # Most values of any kind in a body: a prompt may be a long list of ids.
+# Most values in the fields that a chat template reads, which may write them as JSON again.
+MAX_TEMPLATE_VALUES = 1 << 17
 MAX_DEPTH = 128
 
-# Objects and lists of a body beside those of the prompt.
-_SPARE_ELEMENTS = 1 << 10
+_SPARE_ELEMENTS = 1 << 10  # Objects and lists that a body may have besides those of the prompt.
 _SPARE_BYTES = 1 << 16
-# Bytes of a character written as a JSON escape.
-_ESCAPED_BYTES = len(b"\\u00e9")
+_ESCAPED_BYTES = len(b"\\u00e9")  # Most bytes that one character takes in JSON, as an escape.
 
 # Some writers of UTF-8 begin with it; Python servers ignore it.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-# One step of the scan holds the interpreter for a few milliseconds at most.
+# Bytes scanned in one step, which holds the interpreter for a few milliseconds at most.
 _STEP_BYTES = 128 << 10
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -34,12 +34,16 @@ _DEPTH = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @lru_cache(maxsize=16)
 def elements_within(max_model_len: int) -> int:
-    """Most objects and lists in a body for a model: each takes at least one token of the prompt."""
+    """Return the most objects and lists that a body for a model may have: each takes at least one
+    token of the prompt.
+    """
     return min(MAX_ELEMENTS, max_model_len + _SPARE_ELEMENTS)
 
 
 def bytes_within(max_model_len: int, longest_token: int) -> int:
-    """Most bytes in a body of text for a model: the longest prompt, fully escaped."""
+    """Return the most bytes that a body with a text prompt may have: the longest prompt that fits
+    the model, with every character escaped.
+    """
     return max_model_len * longest_token * _ESCAPED_BYTES + _SPARE_BYTES
 
 
@@ -86,7 +90,9 @@ def check_structure(
 
 
 def _outside_strings(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield for each step the number of delimiting quotes, and the bytes outside strings."""
+    """Yield, for each step of the text, the number of quotes that begin or end strings, and the
+    bytes outside strings.
+    """
     at, inside = 0, False
     while at < len(text):
         step = text[at : at + _STEP_BYTES]

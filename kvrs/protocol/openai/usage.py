@@ -14,12 +14,12 @@ from kvrs.protocol.openai.chunks import Usage
 
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _OF_PROMPT, _OF_OUTPUT = "prompt_tokens_details", "completion_tokens_details"
-# Only these fields are kept: an event may also hold parameters of transfers between instances.
+# Fields of a usage event that are kept: others may be parameters of transfers between instances.
 _BESIDE = ("system_fingerprint", "service_tier", "metrics")
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """`details` are fields of the usage, `beside` fields of the answer."""
+    """Facts of one stream: `details` go into the usage, `beside` into the answer."""
 
     details: dict[str, Any] = {}
     beside: dict[str, Any] = {}
@@ -91,7 +91,9 @@ def _together(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(values: Iterable[Any]) -> Any:
-    """The sum, or the common value; None: the values differ and cannot be added."""
+    """Return the sum of numbers, or the value that all others equal; None: they differ and cannot
+    be added.
+    """
     first, *rest = values
     if isinstance(first, dict) and all(isinstance(each, dict) for each in rest):
         return _together([first, *rest])
@@ -101,7 +103,7 @@ def _sum(values: Iterable[Any]) -> Any:
 
 
 def _non_null(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without nulls, at any depth."""
+    """Return the fields without those that are null, in inner objects too."""
     return {
         name: _non_null(value) if isinstance(value, dict) else value
         for name, value in fields.items()
