@@ -17,8 +17,8 @@ class ExpertReport(msgspec.Struct, frozen=True):
     skew: Annotated[float, msgspec.Meta(ge=1)]
     # By rank: tiles (up to 16 tokens through one unit) that the rank has computed since the start.
     tiles: list[_Natural]
-    # How often since the start the set of copies was changed to even out the load.
+    # Changes of the set of copies since the start, each to even out the load.
     rebalances: _Natural
     copied_bytes: _Natural  # Bytes of weights copied by `rebalances`.
-    # Why no more copies are made although they would help; empty: nothing prevents copies.
+    # Reason why no more copies are made although they would help; empty: nothing prevents copies.
     reason: str = ""

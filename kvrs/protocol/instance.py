@@ -213,7 +213,7 @@ class ReformingReport(msgspec.Struct, frozen=True):
     """
 
     number: Natural  # Rises with each re-forming of the instance.
-    way: str  # How the instance goes on: a value of `kvrs_engine.elastic.ways.Way`.
+    way: str  # Way in which the instance goes on: a value of `kvrs_engine.elastic.ways.Way`.
     ready_in_s: Seconds  # Predicted time from this report until it serves again.
     degree: Natural  # Number of ranks that will compute after the re-forming.
     lost: list[Natural]  # Numbers of the lost ranks.
@@ -408,7 +408,7 @@ class RankRequest(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    refused: str | None = None  # Why the order was refused; None: it was carried out.
+    refused: str | None = None  # Cause of a refusal of the order; None: it was carried out.
 
 
 class ExitReport(msgspec.Struct, frozen=True):

@@ -183,7 +183,7 @@ class Lookup(msgspec.Struct):
 
 
 class RecordVersion(msgspec.Struct, frozen=True):
-    """Version of a stream's record at a proxy, and whether the proxy grants claims to the record."""
+    """Version of a stream's record at a proxy, and whether the proxy grants claims to it."""
 
     stream: StreamId
     owner_epoch: Natural

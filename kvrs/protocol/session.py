@@ -44,7 +44,7 @@ class Session:
         return self._sending.mac(b"", message)
 
     def answer(self, answer: AnswerHeader, payload: Bytes = b"") -> bytes:
-        """Return the start of the next answer to send, and behind it the MAC of start and payload."""
+        """Return the start of the next answer to send, with the MAC of start and payload."""
         start = encode_start(answer)
         return start + self._sending.mac(start, payload)
 

@@ -44,7 +44,7 @@ class Reload(msgspec.Struct, frozen=True):
     paired_with: InstanceId | None = None
     # Predicted time until it serves; None: not known.
     ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None
-    # Why the instance makes no drafts; empty: it makes some, or has not decided.
+    # Reason why the instance makes no drafts; empty: it makes some, or has not decided.
     skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
 
 
@@ -59,7 +59,7 @@ class SpeculationReport(msgspec.Struct, frozen=True):
     # Received drafts that were not proposed, because the stream had continued otherwise.
     stale: _Natural = 0
     helper: InstanceId | None = None  # Instance that makes the drafts; None: no other instance.
-    skipped: str = ""  # Why this instance, at its start, made no drafts for others.
+    skipped: str = ""  # Reason why this instance, at its start, made no drafts for others.
     reloads: dict[InstanceId, Reload] = {}  # Reloads that other instances have announced.
 
     @property
