@@ -30,15 +30,16 @@ from kvrs.protocol.instance import STORE, SlotRequest
 S = TypeVar("S", bound=LiveStream)
 
 
-# Factor on the time limit of a request's first token, for each instance after two that missed it,
-# up to the fourth power; also for a request that no other instance could take.
+# The time limit of a request's first token is multiplied by `_SLOWER` for each time that a second
+# instance missed it too, and once more if no other instance could take the request; at most
+# `_MOST_SLOW` times.
 _SLOWER = 4.0
 _MOST_SLOW = 4
 
 
 class CallFault(Enum):
-    """Early end of a call: its meaning for the instance, and whether the connection ended without
-    an error, so that the whole instance may be lost.
+    """Early end of a call: what it says about the instance (`kind`), and whether the connection
+    ended without an error message (`abrupt`), so that the whole instance may be lost.
     """
 
     REFUSED = ev.FailureKind.REFUSED, False
@@ -47,7 +48,7 @@ class CallFault(Enum):
     NOT_A_NUMBER = ev.FailureKind.NOT_A_NUMBER, False
     NOT_CONNECTED = ev.FailureKind.BUSY, True
     ERROR = ev.FailureKind.ERROR, False  # The engine answered with an error before any token.
-    WRONG = ev.FailureKind.BROKEN, False  # The engine sent an error, or no answer to the request.
+    WRONG = ev.FailureKind.BROKEN, False  # The engine sent an error event, or no valid answer.
     SILENT = ev.FailureKind.SILENT, True
     LOST = ev.FailureKind.BROKEN, True
 
@@ -56,8 +57,9 @@ class CallFault(Enum):
         self.abrupt = abrupt
 
     def delay_s(self, *, is_given_up: bool = False, has_waited: bool = False) -> float:
-        """Return how long to delay the report, waiting for the loss of the whole instance. The loss
-        of a given-up instance ends the attempt, however busy the event loop is.
+        """Return how many seconds to delay the failure's report, in case news of the whole
+        instance's loss follows. `is_given_up`: the instance is being given up as lost, which ends
+        the attempt; `has_waited`: the delay is over, so 0.
         """
         if has_waited or self.kind.is_refusal or self is CallFault.NOT_A_NUMBER:
             return 0.0
@@ -76,17 +78,17 @@ class Attempt(Generic[S]):
         self.plan = plan
         self.failed_at = plan.prefill or plan.decode  # Instance to which a failure is attributed.
         self.has_resumed = False
-        self.is_whole = False  # The answer comes in one piece, with nothing before its end.
+        self.is_whole = False  # True: the engine sends its answer in one piece, at its end.
         self._control = control
         self.number = live.journal.attempt
         self._is_reported = False
-        # For a single call: the instance that computes the history, and the number of output tokens
-        # in that history.
+        # For a single call of both stages: the instance that computes the history (None: two
+        # calls), and the number of output tokens in that history.
         self.computes: InstanceId | None = None
         self._produced_before = 0
         self._reused_tokens: int | None = None  # Cached tokens of the history; None: not reported.
-        # Instances whose silence counts for the call, those of them that compute its prompt, and
-        # the attempt's prediction.
+        # Of the present call: instances whose silence counts, those of them that compute its
+        # prompt, and the estimate that predicts its time (None: no prediction).
         self._waits_for: tuple[Member, ...] = ()
         self._computes_at: tuple[Member, ...] = ()
         self._chosen: Estimate | None = None
@@ -96,8 +98,6 @@ class Attempt(Generic[S]):
         live = self.live
         is_open = self._control.streams.get(live.id) is live
         return is_open and live.journal.attempt == self.number and not self._is_reported
-
-    # Methods for calls.
 
     def begin(self) -> InstanceId | None:
         """Return the instance for a separate prefill call; None: the decode call is next.
@@ -145,39 +145,37 @@ class Attempt(Generic[S]):
         plan = live.attempt.plan
         assert plan is not None
         if control.instances.known[plan.decode].health is not Health.UP:
-            # The policy knows this as well; the stream waits for its next attempt.
+            # The policy knows that the decode instance is down, and has the stream wait.
             control.halt(live)
             return False
         self.plan = plan
         return True
 
     def decode(self) -> SlotRequest | None:
-        """Begin the decode call; return the slot to request before it. The policy's book releases
-        the slot at the first token, or at the attempt's end.
+        """Begin the decode call; return the slot to request before it (None: it needs none). The
+        policy's book releases the slot at the first token, or at the attempt's end.
         """
         control, decode = self._control, self.plan.decode
         self.failed_at, there = decode, control.instances.known[decode]
-        if self.computes is not None:  # The call has begun, with its prediction.
+        if self.computes is not None:  # `begin` has noted the prediction of a single call.
             self._waits_for = (there, *self._computes_at)
         else:
             self._waits_for = (there,)
             self._computes_at = (there,) if self.plan.prefill is None else ()
             decision = self.live.attempt.decision
             self._chosen = None if decision is None else decision.chosen
-        if not self.plan.runs:  # A hand-off of a prefill needs no slot.
+        if not self.plan.runs:  # Only an attempt that fetches pages needs a slot.
             return None
         return SlotRequest(decode, self.live.id, self.number, self.live.journal.owner_epoch)
 
     def asks_whole(self, now_s: float) -> None:
-        """Note that the decode call is answered in one piece: nothing is expected within a time."""
+        """Note that the engine answers in one piece, so that no first token is expected in time."""
         self.is_whole = True
         if self.is_current:
             self._control.tell(ev.WholeAsked(self.live.id, self.number), now_s)
 
-    # Methods for silence.
-
     def limit_s(self, heard_s: float, now_s: float) -> float:
-        """Return how long the call may be silent."""
+        """Return how long after `heard_s`, its last sign of life, the call may be silent."""
         progress, live = self._control.progress, self.live
         if self.has_resumed:
             return progress.token_gap_s(live, self.plan.decode, heard_s, now_s)
@@ -188,29 +186,31 @@ class Attempt(Generic[S]):
         predicted_s = 0.0
         if self._chosen is not None:
             predicted_s = self._chosen.work_s
-            if not self._computes_at:  # Only the transfer, and a replay's decoding, remain.
+            if not self._computes_at:  # The prompt is computed: transfer and replay remain.
                 predicted_s -= self._chosen.compute_s
         limit_s = max(progress.first_token_s(each, predicted_s) for each in self._waits_for)
-        # If nothing else could begin the stream, it would only return to the same instance.
+        # The limit is longer if no other instance could begin the stream: its next attempt would
+        # return to this one.
         is_alone = any(progress.is_alone(each.id, now_s) for each in self._waits_for)
         limit_s *= _SLOWER ** min(live.recovery.slow_attempts + is_alone, _MOST_SLOW)
-        # A prompt may run beside others, or after them: progress is no hang.
+        # The limit counts from the last progress of the instance, which may compute other prompts
+        # first.
         computes_at = there if self.is_whole else self._computes_at
         moved_s = (progress.moved_for_s(each.id, heard_s) for each in computes_at)
         return limit_s + max(moved_s, default=0.0)
 
     def is_excused(self, now_s: float) -> bool:
-        """The stream waits for the instance's re-forming, or the instance delivers to others."""
+        """Return whether silence is no fault: the stream waits for its instance's re-forming, or
+        the instance delivers tokens to other streams.
+        """
         progress, until_s = self._control.progress, self.live.stays_until_s
         return (until_s is not None and until_s > now_s) or any(
             progress.is_making_progress(each.id, now_s) for each in self._waits_for
         )
 
-    # Methods for reports.
-
     def fell_silent(self, now_s: float) -> None:
-        """Note that the call was silent for too long, without progress of its instance. Before its
-        first token the request itself may be at fault, if it was silent elsewhere too.
+        """Note that the call was silent for too long, and so its instance stands still; except for
+        a request that was slow at several instances and has no token, because it may be the cause.
         """
         if self.has_resumed or not self.live.recovery.is_slow:
             self._control.progress.delivered[self.failed_at].stood_still_s = now_s
@@ -224,7 +224,8 @@ class Attempt(Generic[S]):
             there = control.instances.known[self.plan.decode]
             self.has_resumed, self._waits_for = True, (there,)
         live.journal.commit_head()
-        # A recovery has further records, which others read.
+        # The report of a plain first attempt may be postponed; that of a recovery writes records
+        # which are read at once.
         is_plain = self.number == 1 and live.attempt.option is Option.START
         if is_plain and (self.computes is None or control.policy.keeps_plan(live, now_s)):
             control.postpone(self._report_resumed, now_s)
@@ -242,8 +243,8 @@ class Attempt(Generic[S]):
             control.checkpoints.resumed(live, now_s)
 
     def found(self, reused_tokens: int, now_s: float) -> None:
-        """Note the end of the prefill that was called together with decode, with its tokens from
-        the prefix cache. It may come before or after the first token.
+        """Note the end of the prefill that was called together with decode, with `reused_tokens` of
+        its prompt from the prefix cache. The report may come before or after the first token.
         """
         self._reused_tokens = reused_tokens
         if self.computes is None and self.is_current:
@@ -255,7 +256,7 @@ class Attempt(Generic[S]):
         return len(self.live.journal.prompt_ids or ()) + self._produced_before
 
     def blame_hand_off(self) -> None:
-        """Blame the hand-off for the decode instance's error."""
+        """Blame the hand-off, and so the prefill instance, for the decode instance's error."""
         if self.computes is None and not self.has_resumed:
             self.failed_at = self.plan.prefill or self.failed_at
 
@@ -282,7 +283,7 @@ class Attempt(Generic[S]):
         self._is_reported = True
         kind, produced = fault.kind, len(self.live.journal.output_ids)
         is_late = self.has_resumed if fault is CallFault.SILENT else produced > 0
-        if kind.is_doubtful and is_late:  # The request has been served there, or elsewhere.
+        if kind.is_doubtful and is_late:  # An instance has served the request.
             kind = ev.FailureKind.BROKEN
         return ev.AttemptFailed(
             self.live.id,

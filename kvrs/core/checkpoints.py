@@ -30,7 +30,8 @@ def place(
     if decode.rows:
         stream.unprotected, mode = "", BackupMode.OFF
     elif not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
-        # A reservation that is never filled would take room from other streams.
+        # Neither instance sends pages: a reservation that is never filled would take room from
+        # other streams.
         stream.unprotected = f"no agent keeps KV of {decode.id}"
         mode = BackupMode.OFF
     if mode is BackupMode.PEER:
@@ -111,7 +112,7 @@ def adopt(state: State, stream: Stream, agent: Agent, pages: int) -> None:
 
 
 def lose(state: State, stream: Stream, holder: InstanceId, why: str) -> None:
-    """Forget the agent's checkpoint of the stream."""
+    """Forget the stream's checkpoint at `holder`; if no other agent gets pages, note `why`."""
     checkpoint = stream.checkpoints.pop(holder, None)
     if checkpoint is None:
         return

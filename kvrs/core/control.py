@@ -60,7 +60,7 @@ class Shell(Protocol[_S]):
         """
 
     def can_give_end(self) -> bool:
-        """Return whether `give_end` needs no engine."""
+        """Return whether `give_end` is supported: the shell ends a stream without an engine."""
 
     def give_end(self, live: _S, plan: act.Plan) -> None:
         """Send the end of a stream that has all its ids: no engine is needed for it."""
@@ -144,8 +144,6 @@ class Control(Generic[S]):
         self._telling = False
         self._postponed: deque[tuple[Callable[[float], None], float]] = deque()
 
-    # Methods for streams.
-
     def open(self, live: S, now_s: float) -> None:
         """Begin a stream that has arrived here, or earlier at another proxy."""
         self.streams[live.id] = live
@@ -214,10 +212,8 @@ class Control(Generic[S]):
             self.fences.ended(live.id, self.instances.known)
         self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
 
-    # Events in order of arrival; actions may cause further events.
-
     def tell(self, event: ev.Event, now_s: float) -> None:
-        """Pass an event to the policy, and perform its actions."""
+        """Pass an event to the policy, and perform its actions; events caused by these follow."""
         if self._telling:
             self._events.append((event, now_s))
             return
@@ -240,8 +236,8 @@ class Control(Generic[S]):
             self._telling = False
 
     def postpone(self, report: Callable[[float], None], now_s: float) -> None:
-        """Postpone an attempt's report, which decides nothing, with the present time. It is made
-        before any other report.
+        """Put off an attempt's report that decides nothing; it is made with this `now_s`, before
+        any other report.
         """
         self._postponed.append((report, now_s))
         if len(self._postponed) == 1:
@@ -322,16 +318,14 @@ class Control(Generic[S]):
         if not journal.is_recoverable:
             self.end(live, CannotContinue(NO_IDS), now_s)
             return False
-        # The engine parses its output, which another engine cannot continue without a replay. The
-        # response's head is too early to say so.
+        # Parsed output, for example, continues exactly only by a replay; the head of the response,
+        # which promises exact tokens, was sent before this was known.
         unkept = [each for each in journal.inexact if each not in journal.replayed]
         if journal.promise is not ev.Promise.NONE and unkept and journal.output_ids:
             cause = f"cannot be continued exactly: {', '.join(unkept)}"
             self.end(live, CannotContinue(cause), now_s)
             return False
         return True
-
-    # Methods for reports of attempts.
 
     def halt(self, live: S) -> None:
         """End an attempt that the policy has dropped; the stream continues without it."""
@@ -355,8 +349,6 @@ class Control(Generic[S]):
         if lost := self.leases.unknown(instance, streams):
             self.tell(ev.RetentionLost(instance, lost), now_s)
 
-    # Methods for reports of watches.
-
     def instance_up(self, known: Member, info: InstanceInfo, now_s: float) -> Member:
         """Note that an instance is usable in a new epoch; return its record from now on. Attempts
         of a process that lives on continue: another proxy has fenced it.
@@ -369,7 +361,7 @@ class Control(Generic[S]):
         up = self.instances.accept(known, info)
         self.self_tests.up(info, now_s)
         seen = self.self_tests.seen(known.id)
-        # Pages of open streams in memory that the instance has taken over, leased to these streams.
+        # Open streams' pages in memory taken over from the former process, under leases here.
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
             for stream in kept:
@@ -415,7 +407,8 @@ class Control(Generic[S]):
             told = msgspec.structs.replace(report, links=[], replicas={})
             self.tell(ev.LoadReported(known.id, told, has_peers, token_s, produced), now_s)
             if of_ranks and report.reforming is None:
-                # Earlier tokens may belong to the layout before.
+                # The next token ends the wait for the re-forming: earlier ones may be of the layout
+                # before.
                 for live in concerned:
                     if live.stays_until_s is not None:
                         self._shell.expect_token(live)

@@ -22,7 +22,7 @@ from kvrs.core.state import State
 
 
 def begin(state: State, now_s: float) -> None:
-    """Update the predictions' correction factors."""
+    """Update the options' learned factors to `now_s`."""
     if not state.corrections.learned:
         return
     state.factors.clear()
@@ -33,8 +33,8 @@ def begin(state: State, now_s: float) -> None:
 def start(
     state: State, stream: Stream, now_s: float, *, is_by_load: bool = False
 ) -> Decision | None:
-    """Decide a stream's start; None: no pair of instances for it. `is_by_load`: ignore cached
-    prefixes.
+    """Decide where a stream starts; None: no pair of instances can take it. `is_by_load`: ignore
+    cached prefixes.
     """
     limits: StartLimits | None = NO_LIMITS
     if is_by_load:
@@ -48,7 +48,8 @@ def start(
         return None
     prefill, planned = pair
     decode = planned
-    if is_one_call(planned, prefill.id):  # A single call's hand-off is weighed now.
+    # The hand-off of a single call cannot be redirected later.
+    if is_one_call(planned, prefill.id):
         decode = starts_at(state.view, stream, prefill, planned, state.settings.policy)
     # A text's length is a guess; a longer prompt than the model takes is refused at once.
     tokens = min(stream.prompt_tokens, prefill.info.max_model_len or stream.prompt_tokens)
@@ -84,7 +85,8 @@ def start(
     if wait_s > 0 and not stream.attempt.number:
         refusal = _refusal(state, stream, estimate, wait_s, now_s)
     if refusal is not None and len(stream.cached) > 1:
-        # The stream would go to its cached prefix; another instance may accept it without.
+        # The instance with the cached prefix would refuse the stream; another may accept it
+        # without.
         found, by_load = stream.cached, start(state, stream, now_s, is_by_load=True)
         if by_load is not None and by_load.refusal is None:
             return by_load
@@ -93,7 +95,7 @@ def start(
 
 
 def _limits(state: State, stream: Stream, now_s: float) -> StartLimits:
-    """Limits on the stream's waits for `start`."""
+    """Return the limits on the stream's waits, by which `start` weighs instances."""
     wait_s = inf
     if not stream.attempt.number:
         wait_s = state.settings.policy.admission.wait_s
@@ -204,7 +206,7 @@ def _decision(
 
 
 def budget_s(state: State, stream: Stream, now_s: float) -> float | None:
-    """Time limit of the next token; None: no limit."""
+    """Return the seconds until the stream's next token is due; None: no limit."""
     if not state.settings.slo.abort:
         return None
     due = stream.due_s()
@@ -212,16 +214,16 @@ def budget_s(state: State, stream: Stream, now_s: float) -> float | None:
 
 
 def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
-    """Record of a recovery that has brought a token, after learning from it."""
+    """Learn from a recovery that has brought a token; return its record."""
     attempt, chosen = stream.attempt, decision.chosen
     real_s = now_s - attempt.started_s
-    # A replay is not chosen for speed.
+    # A replay is chosen for exactness, so faster options are no cause for regret.
     others = (each for each in decision.estimates if each is not chosen)
     best_other_s = min(
         (each.total_s for each in others if chosen.option is not Option.REPLAY), default=real_s
     )
-    # A start was predicted from a guessed prompt length, and a redirected hand-off for another
-    # target.
+    # A start's prediction rests on a guessed prompt length, and that of a redirected hand-off is
+    # for another target: neither is learned from.
     as_predicted = (
         chosen.option is not Option.START
         and attempt.plan is not None
@@ -250,10 +252,9 @@ def deadline_missed(state: State, decision: Decision, lasts_s: float, now_s: flo
 def _eligible(
     state: State, stream: Stream, estimates: Sequence[Estimate], now_s: float
 ) -> Sequence[Estimate]:
-    """Estimates of options that have not just failed. A stream that only a replay continues
-    exactly, if that was promised, has only replays: there may be none, and a failed one is tried
-    again, elsewhere or later. Any other stream has at least one option, and another than the last
-    failed one if possible.
+    """Return the estimates that may be chosen. If exact tokens were promised and only a replay
+    gives them, these are the replays, perhaps none, also after a failed one. Any other stream has
+    at least one estimate, and none of an option that has just failed if others remain.
     """
     is_promised = stream.promise is not Promise.NONE
     if stream.needs_replay and is_promised:

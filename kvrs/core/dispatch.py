@@ -25,15 +25,15 @@ TARGETS_MAX = 4
 
 class Victim(msgspec.Struct, frozen=True):
     stream: StreamId
-    homes: tuple[InstanceId, ...] = ()  # Targets on the holder's node.
-    held_pages: int = 0  # Pages of the history at that holder.
-    excluded_epochs: frozenset[InstanceId] = frozenset()  # Instances that failed the stream.
+    homes: tuple[InstanceId, ...] = ()  # Targets on the node that has most of the stream's KV.
+    held_pages: int = 0  # Pages of the history on that node.
+    excluded_epochs: frozenset[InstanceId] = frozenset()  # Targets that the stream must not get.
 
 
 def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
-    """The dispatcher's view of a stream. After its pause the stream may return to an instance that
-    failed it, if there is no other, and it goes to an instance with other tokens only if there is
-    no other.
+    """Return a stream as the dispatcher sees it. After its pause the stream may return to an
+    instance that failed it if there is no other target, and it goes to an instance with other
+    tokens only if there is no better one.
     """
     excluded_epochs = _barred(view, stream, now_s) if stream.excluded_epochs else frozenset()
     excluded_epochs |= stream.recovery.avoided
@@ -67,9 +67,11 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
 
 
 def _barred(view: ClusterView, stream: Stream, now_s: float) -> frozenset[InstanceId]:
-    """Targets that failed the stream; empty if there is no other target, and its pause is over."""
+    """Return the targets that failed the stream; none if they are all targets and its pause is
+    over.
+    """
     targets = view.targets(stream.name)
-    if stream.promise is not Promise.NONE:  # Other targets could not take the stream.
+    if stream.promise is not Promise.NONE:  # Other targets could not keep the promise.
         targets = [each for each in targets if each.continues(stream.tokens, stream.promise)]
     barred = frozenset(member.id for member in targets if stream.bars(member))
     are_all = len(barred) == len(targets)
@@ -164,8 +166,8 @@ def _least(
 
 
 def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int) -> list[Member]:
-    """Targets to weigh: the assigned one and the least loaded others with fewer than `limit`
-    streams; without such ones, the assigned target.
+    """Return up to `TARGETS_MAX` targets to weigh that have fewer than `limit` streams: the
+    assigned one, then the least loaded others. If none has fewer, return the assigned one alone.
     """
     targets = [assigned] if assigned.streams < limit else []
     is_free, tokens, promise = stream.is_free, stream.tokens, stream.promise

@@ -154,7 +154,9 @@ def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
 
 
 class RecalledCaches:
-    """Cached tokens of instances from a log's placements, which replace the prompts in a rerun."""
+    """Restores, for a rerun, the cached tokens that the log's placements recorded: the log has no
+    prompts in which to look them up.
+    """
 
     def __init__(self) -> None:
         self._recalled: dict[StreamId, Recalled] = {}
@@ -176,7 +178,8 @@ class RecalledCaches:
             elif isinstance(action, act.GiveUp):
                 recalled = Recalled(action.cached)
             elif isinstance(action, act.Recovered) and action.option is not Option.START:
-                # A new stream that stays was compared with a start.
+                # The record of a new stream that stays has the estimate of a start, with its cached
+                # tokens.
                 starts = [each for each in action.estimates if each.option is Option.START]
                 if not starts:
                     continue
@@ -278,7 +281,9 @@ def _as_plain(value: Any) -> Any:
 
 
 def _public(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields except those that a table derives itself."""
+    """Return the fields without those that begin with `_`: a table derives these from
+    the others.
+    """
     return {name: value for name, value in fields.items() if not name.startswith("_")}
 
 

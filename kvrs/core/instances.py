@@ -81,7 +81,7 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     queue_s = report.queue_delay_s
     if (reforming := member.reforming) is not None:
         reforming.queue_s = queue_s
-        # The queue is not computed before the re-forming ends.
+        # A queue is computed only after the re-forming.
         queue_s += max(0.0, reforming.ready_s - now_s)
     state.view.prefill_order.note_queue(member, queue_s)
 
@@ -195,7 +195,7 @@ def ordered(state: State, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) 
 
 
 def _can_move_from(state: State, member: Member) -> bool:
-    """The instance is drained, and other instances can take its streams now."""
+    """Return whether the instance is drained and other instances can take its streams now."""
     others = [each for each in state.view.members.values() if not each.must_drain]
     return member.is_drained and have_roles_of(member, others)
 

@@ -66,7 +66,9 @@ def reported(state: State, event: ev.CheckpointsReported) -> None:
 
 
 def _replicated(state: State, event: ev.CheckpointsReported) -> None:
-    """Note an instance's report of replicas. It has more of streams that it keeps under a lease."""
+    """Note an instance's report of replicas. A stream's KV that it keeps under a lease counts
+    instead of a replica.
+    """
     member = state.view.members.get(event.holder)
     if member is None or event.epoch != member.epoch:
         return
@@ -107,7 +109,9 @@ def resumed(state: State, stream: Stream) -> None:
 
 
 def is_left_at(state: State, instance: InstanceId) -> bool:
-    """Streams that left the instance have not resumed yet."""
+    """Return whether streams that left the instance have not resumed yet, and may fetch
+    KV there.
+    """
     member = state.view.members.get(instance)
     return member is not None and any(
         state.streams[each].holders[instance].left_pages for each in member.held
@@ -169,9 +173,6 @@ def _lose(state: State, agent: Agent, cause: str) -> None:
         checkpoints.lose(state, state.streams[stream_id], agent.id, f"{agent.id} was lost: {cause}")
 
 
-# Functions for rows.
-
-
 def _rows_reported(state: State, agent: Agent, rows: RowsReport) -> None:
     """Replace the set of rows that the agent serves."""
     if rows == agent.rows:
@@ -198,8 +199,8 @@ def _note_rows(state: State, agent: Agent, rows: RowsReport) -> None:
 def _rows_lost(state: State, agent: Agent) -> None:
     _note_rows(state, agent, NO_ROWS)
     for member in state.view.by_node.get(agent.node, ()):
-        # An agent's loss may be known before that of its node's instances, whose streams then
-        # continue from a second copy.
+        # While another agent has a second copy of the rows, their namespace stays: this agent's
+        # loss may be known before that of the node's instances, whose streams then use the copy.
         if member.has_tier and not state.copying[member.rows]:
             member.set_rows("")
 

@@ -78,7 +78,7 @@ def hand_off(state: State, stream: Stream, plan: act.Plan, prefill: Member, deco
 
 
 def _put_runs(state: State, attempt: AttemptState, plan: act.Plan, decode: Member) -> None:
-    """Book the pages that the attempt fetches on their links."""
+    """Book the bytes of the pages that the attempt fetches on the links from their holders."""
     for run in plan.runs:
         agent = agent_of(state.view, run.holder)
         if agent is None:
@@ -122,17 +122,19 @@ def prefilled(
 def note_found(
     state: State, stream: Stream, member: Member, event: ev.PrefillDone, now_s: float
 ) -> None:
-    """Note how much of a new prompt the instance, or the agent it loaded from, had."""
+    """Note how much KV of a new prompt the instance, or the agent it loaded from, had, and correct
+    the index that predicted it.
+    """
     tokens, found = event.history_tokens, event.reused_tokens
     if found is None or stream.attempt.option is not Option.START:
         return
     view, plan, length = state.view, stream.attempt.plan, max(1, stream.prompt_tokens)
     view.prefixes.count(member, tokens, found)
-    # The length may have been a guess.
+    # Predicted tokens are scaled to the real length of the prompt, which may have been a guess.
     if plan is None or (load := plan.load) is None:
         predicted = stream.cached.get(member.id, 0) * tokens // length
-        # A decode instance also has answers, which return with the next turn; one with a tier or a
-        # store loads what others have.
+        # The cache may have more than the prompts that were sent: a decode instance keeps its
+        # answers, which return with the next turn, and a tier or a store has what others computed.
         others = member.decodes or bool(member.rows)
         view.prefixes.correct(member, stream.prefix, predicted, found, finds_others=others)
     elif stream.attempt.number == 1 and (agent := view.agents.get(load.agent)) is not None:
@@ -196,7 +198,9 @@ def clear_stay_deadline(state: State, stream: Stream) -> None:
 def end_attempt(
     state: State, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
 ) -> None:
-    """End the attempt; the caller places the stream."""
+    """End the attempt; the caller places the stream. `failed`: the instance to blame;
+    None: none.
+    """
     attempt, decode = stream.attempt, stream.attempt.decodes_on
     if decode is not None and attempt.resumed:
         stream.tokens = decode.tokens or stream.tokens
@@ -204,7 +208,8 @@ def end_attempt(
         if decode.rows:
             kv_locations.rows_left(state, stream, decode)
     elif decode is not None and decode.info.joins_prefill and failed != decode.id:
-        stream.exclude(decode)  # The instance holds the memory of the unsent pages for a while.
+        # The instance keeps memory for the unsent pages for a while, so the stream avoids it.
+        stream.exclude(decode)
     stream.recovery.note_failure(cause, failed, now_s)
     wait(state, stream, now_s)
 
@@ -223,7 +228,9 @@ def queue(state: State, stream: Stream, target: InstanceId) -> None:
 
 
 def deny(state: State, stream: Stream, until_s: float) -> None:
-    """Return the stream to its former place in the queue: no slot before `until_s`."""
+    """Return the stream to its former place in the queue: its target has no slot before
+    `until_s`.
+    """
     state.slots.deny(stream.id, until_s)
     _leave(state, stream)
     _enter(state, stream, Stage.QUEUED)

@@ -40,11 +40,11 @@ def answered(state: State, stream: Stream, member: Member, now_s: float) -> None
     health.answered_s = now_s
     if health.whole or health.probe is not None:
         health.left(stream.id)
-    # Otherwise the attempt is from before the pause.
+    # An attempt from before the pause does not end it.
     if health.until_s is None or stream.attempt.started_s >= health.closed_s:
         was_ejected = health.is_ejected
         health.consecutive, health.refuses_wrongly = 0, False
-        if health.pauses:  # Each closing and each busy answer adds a pause.
+        if health.pauses:  # Each closing and each busy answer adds a pause, so 0 means open.
             health.open()
         if was_ejected:
             health.readmitted_s = now_s
@@ -58,7 +58,8 @@ def contradict(state: State, stream: Stream, accepting: Member) -> None:
     for refusal in stream.refusals:
         refuser = state.view.members.get(refusal.instance)
         if refuser is not None and not refuser.prefills and not accepting.decodes:
-            continue  # The answer does not prove instances of the next stage.
+            # A prefill instance's answer does not show that a decode instance refused wrongly.
+            continue
         stream.forget_refusal(refusal.instance)
         if refuser is None or refuser is accepting or refuser.epoch != refusal.epoch:
             continue
@@ -128,7 +129,7 @@ def _doubt(
         stream.recovery.note_overflow(by)
     else:
         stream.note_refusal(by)
-    if is_probe:  # The next probe waits for the cause.
+    if is_probe:  # The next probe waits: a second instance may show the cause meanwhile.
         member.answers.close(event.cause, state.view.now_s, FAILURE_PAUSE_S)
     elif event.failure is ev.FailureKind.SILENT:
         _pause(state, member, event.cause, FAILURE_PAUSE_S)
@@ -161,7 +162,9 @@ def is_refused_for_good(state: State, stream: Stream, event: ev.AttemptFailed) -
 
 
 def is_slow(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
-    """No first token came in time from a second instance either, or there is no other."""
+    """Return whether a request is slow anywhere: no first token came in time from a second instance
+    either, or there is no other.
+    """
     if event.failure is not ev.FailureKind.SILENT:
         return False
     member = state.view.members.get(event.instance)
@@ -171,14 +174,16 @@ def is_slow(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
 
 
 def keep_to_asked(state: State, stream: Stream, event: ev.AttemptFailed) -> None:
-    """Keep a slow request at the instances that have it: others would stand still for it, too."""
+    """Let a slow request go only to the instances that have it: others would stand still for it,
+    too.
+    """
     asked = [each.instance for each in stream.refusals if each.is_alike(event)]
     member = state.view.members.get(event.instance)
     stream.keep_to([*asked, event.instance], [] if member is None else _peers(state, member))
 
 
 def _is_shown_by_another(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
-    """Another running instance has failed the stream in the same way."""
+    """Return whether another running instance has failed the stream in the same way."""
     members = state.view.members
     return any(
         each.instance != event.instance
@@ -227,7 +232,7 @@ def _charge(state: State, member: Member, cause: str, *, is_probe: bool) -> None
 def _pause(state: State, member: Member, cause: str, first_s: float) -> None:
     health = member.answers
     if health.until_s is not None and state.view.now_s < health.until_s:
-        return  # The attempt is from before the pause.
+        return  # The attempt is from before the pause, which is not prolonged.
     if health.is_ejected:
         _eject(state, member, cause)
         return

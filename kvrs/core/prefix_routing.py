@@ -31,8 +31,8 @@ from kvrs.core.model.streams import Stream
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import STORE
 
-# Number of instances with equal tokens above which they are not sorted, but picked from the order
-# of all.
+# More instances than this with equal cached tokens are not sorted, but picked from the order of
+# all.
 _FEW = 32
 
 _MOST_AGENTS = 4  # Most agents weighed for a prompt.
@@ -76,7 +76,8 @@ def with_prefix(
     first_tokens, load = _with_load(view, stream, first, own, stored)
     best, best_key, best_tokens = first, costs.of(first, first_tokens), first_tokens
     for tokens, members in reversed(deeper):
-        tables: set[int] = set()  # The first instance of a table is its best.
+        # Prefill tables seen: with equal tables, the first instance is the best.
+        tables: set[int] = set()
         for member in members:
             if member.queue_s >= best_key[1] and not best_key[0]:
                 break
@@ -216,7 +217,7 @@ def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:
     if member.has_tier:
         agent, share = view.agent_on(member.node), 1.0
     if agent is None:
-        return 0.0  # The node is lost.
+        return 0.0  # The node's agent is not up.
     load_s = _load_s(view, agent, member, tokens)
     return share * (1 - load_s / member.prefill.seconds_for(tokens))
 

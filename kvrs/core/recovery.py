@@ -53,12 +53,12 @@ class RecoveryPolicy:
         """
         sections = CoreSettings(policy, slo, backup)
         self.state = state = State(sections, member_of, agent_of, stream_of)
-        # Read-only; the instances are those that are up.
+        # Read-only views: all streams, and the instances that are up.
         self.streams: Mapping[StreamId, Stream] = state.streams
         self.members: Mapping[InstanceId, Member] = state.view.members
 
     def loads_rows_of(self, target: Member, holder: Member) -> bool:
-        """The target can load rows that the agent of the holder's node serves."""
+        """Return whether the target can load rows that the agent of the holder's node serves."""
         if not holder.has_tier or holder.rows != target.rows:
             return False
         if holder.node == target.node:
@@ -75,7 +75,7 @@ class RecoveryPolicy:
             if stream is None:
                 method = steps.METHODS[type(event)][None]
             elif isinstance(event, ev.OfAttempt) and event.attempt != stream.attempt.number:
-                method = None  # `Ignored.LATE` in any stage: the attempt has a successor.
+                method = None  # `Ignored.LATE`: a later attempt has begun.
             else:
                 method = steps.METHODS[type(event)][stream.stage]
             if method is not None:
@@ -129,12 +129,16 @@ class RecoveryPolicy:
         return kv_locations.of(self.state, stream_id)
 
     def has_others(self, instance: InstanceId, is_heard: Callable[[InstanceId], bool]) -> bool:
-        """Instances for which `is_heard` holds could take this instance's streams."""
+        """Return whether instances for which `is_heard` holds could take this
+        instance's streams.
+        """
         member = self.state.view.members.get(instance)
         return member is None or has_others(self.state.view, member, is_heard)
 
     def keeps_plan(self, stream: Stream, now_s: float) -> bool:
-        """All is healthy: an answer of prefill, or a token, changes nothing for the stream."""
+        """Return whether all is healthy, so that an answer of prefill, or a token, changes nothing
+        for the stream.
+        """
         state = self.state
         attempt = stream.attempt
         decode = attempt.decodes_on
@@ -153,7 +157,9 @@ class RecoveryPolicy:
 
     @property
     def routes_by_prefix(self) -> bool:
-        """Streams are placed by their prefixes, because some instance caches these."""
+        """Return whether streams are placed by cached prefixes: by the settings, and because some
+        instance has a prefix cache.
+        """
         return self.state.settings.policy.route is Route.PREFIX and bool(
             self.state.view.prefixes.caching
         )
@@ -187,7 +193,7 @@ class RecoveryPolicy:
 
     @property
     def has_waiting(self) -> bool:
-        """Some streams wait for a place or a slot."""
+        """Return whether some streams wait for a place or a slot."""
         return bool(self.state.idle or self.state.slots.awaited)
 
     def snapshot(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 
-# Instances weighed for a hand-off beside the planned one: a bound on its time.
+# Most instances weighed for a hand-off beside the planned one: it bounds the time of a decision.
 _CANDIDATES_MAX = 4
 # Most streams that may wait for their first token at a decode instance that computes new prompts.
 # So each step of its batch has little of them, and running streams keep their pace; a second prompt
@@ -105,8 +105,8 @@ def missing_roles(view: ClusterView) -> list[Role]:
 
 
 def has_room_for_prompt(member: Member) -> bool:
-    """The instance has room for a prompt. Interrupted streams computed there count, since they come
-    first.
+    """Return whether the instance has room for a new prompt: fewer than `PROMPTS_MAX` streams wait
+    there. Interrupted streams count too, since their histories are computed first.
     """
     return len(member.answers.awaited) < PROMPTS_MAX
 
@@ -236,7 +236,9 @@ def own_decode(
 
 
 def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId], bool]) -> bool:
-    """The instance's streams could continue at others: heard, staying, and not ejected."""
+    """Return whether the instance's streams could continue at others: heard, staying,
+    not ejected.
+    """
 
     def is_left(other: Member) -> bool:
         return (
@@ -389,8 +391,9 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
 
 
 def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
-    """The instance may get this stream, regardless of its health: it serves the name, has asked for
-    no pause, has not failed the stream, and the stream need not avoid it (`poison.py`).
+    """Return whether the instance may get this stream, regardless of its health: it serves the
+    name, has asked for no pause, has not failed the stream, and the stream need not avoid it
+    (`poison.py`).
     """
     if stream.name and not stream.is_served_at(member):
         return False
@@ -403,8 +406,8 @@ def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: b
 
 
 def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
-    """The instance's recent answers allow this stream. Only a stream without an attempt probes an
-    instance that failed others.
+    """Return whether the instance's recent answers allow this stream. Only a stream without an
+    attempt probes an instance that failed others.
     """
     if stream.attempt.number:
         return view.takes_recovery(member)

@@ -23,7 +23,7 @@ from kvrs.core.state import State
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 
-# Jitter of streams that wait for the same busy instance.
+# Longest delay, by jitter, before a stream tries a busy instance for which others wait too.
 _TRY_JITTER_S = 0.2
 # Interval at which a new stream asks for a spare retry token, with jitter.
 _RETRY_TOKEN_POLL_S = 0.25
@@ -50,7 +50,8 @@ def gather(state: State, victims: Iterable[Stream], now_s: float) -> None:
         if stream.id in state.gathered:
             continue
         state.gathered[stream.id] = stream
-        state.timers.set(stream.id, now_s + gather_s)  # The first due alarm serves all.
+        # The first due alarm places all gathered streams.
+        state.timers.set(stream.id, now_s + gather_s)
 
 
 def clear_suspects(state: State, instance: InstanceId, cause: str) -> None:
@@ -114,8 +115,8 @@ def _place_together(state: State, name: str, ordered: list[Stream], now_s: float
     assigned = assign(state.settings.policy.dispatch, victims, loads)
     limit = ceiling(len(victims), loads)
     others = float(len(victims) - 1)
-    # Instances that load rows compute prompts in chunks: streams placed before continue between
-    # them without waiting.
+    # Instances that load rows compute prompts in chunks: streams placed earlier in this loop
+    # continue between the chunks of later ones, so they do not count as others that wait.
     is_chunked = all(member.rows for member in targets)
     for stream in ordered:
         state.gathered.pop(stream.id, None)
@@ -200,8 +201,8 @@ def _place(
 
 
 def _may_be_poison(state: State, stream: Stream, now_s: float) -> bool:
-    """Refuse a stream that has killed too many instances; a stream that may have killed the last
-    one waits until that is known.
+    """Refuse a stream that has killed too many instances, or let it wait while it may have killed
+    the last one; return whether either was done.
     """
     allowed = state.settings.policy.recovery.poison_deaths
     if is_poison(stream, allowed):
@@ -282,7 +283,7 @@ def _note_recovery(state: State, stream: Stream, decision: Decision) -> None:
 
 
 def _has_token(state: State, stream: Stream, now_s: float) -> bool:
-    """The retry budget allows a further attempt now."""
+    """Return whether the retry budget allows a further attempt now."""
     recovery = stream.recovery
     if recovery.owes_token:
         open_streams = len(state.streams)
@@ -352,15 +353,16 @@ def _keep_waiting(state: State, stream: Stream, now_s: float) -> None:
         if recovery.avoided or _awaits_own(state, stream):
             alarms_s.append(now_s + _CLOSED_POLL_S * (1 + fraction(stream.id, now_s)))
         if next_try_s is not None:
-            # Never due at once: a slightly early alarm would be the last one.
+            # The jitter is above 0: an alarm slightly too early would find the instance paused, and
+            # no other alarm would follow.
             jitter = 0.1 + fraction(stream.id, next_try_s)
             alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
         state.timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
 
 
 def _awaits_own(state: State, stream: Stream) -> bool:
-    """An instance that keeps the stream's promise is paused, ejected or overdue: nothing shows when
-    that ends, and healthy instances may not take the stream.
+    """Return whether an instance that keeps the stream's promise is paused, ejected or overdue:
+    nothing shows when that ends, and healthy instances may not take the stream.
     """
     return stream.promise is not Promise.NONE and any(
         member.continues(stream.tokens, stream.promise) and not state.view.is_healthy(member)
@@ -369,7 +371,7 @@ def _awaits_own(state: State, stream: Stream) -> bool:
 
 
 def _is_unkept(state: State, stream: Stream) -> bool:
-    """Instances are up, but none keeps the stream's promise."""
+    """Return whether instances are up, but none keeps the stream's promise."""
     return stream.promise is not Promise.NONE and bool(state.view.targets(stream.name))
 
 
@@ -434,5 +436,5 @@ def _refusal(
     else:
         message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
         return act.StreamRefusal(act.Reason.BUSY, message, next_try_in_s)
-    # Others have just waited in vain, as a client that retries at once would.
+    # The client is to wait as long as the stream waited in vain: an earlier retry would fail too.
     return act.StreamRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))

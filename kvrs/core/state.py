@@ -31,7 +31,7 @@ class CoreSettings:
     policy: PolicySettings = field(default_factory=PolicySettings)
     slo: SloSettings = field(default_factory=SloSettings)
     backup: BackupSettings = field(default_factory=BackupSettings)
-    # Derived settings. Most streams have these deadlines.
+    # Derived settings: the deadlines of streams whose clients named none, and whether backup is on.
     deadlines: ev.Deadlines = field(init=False)
     keeps_checkpoints: bool = field(init=False)
 
@@ -64,37 +64,38 @@ class State:
     """Holds the records of one policy. A comment above each group of fields names their writer."""
 
     settings: CoreSettings
-    # `RecoveryPolicy.__init__` describes these three.
+    # Functions that make new records (`RecoveryPolicy.__init__`).
     member_of: Callable[[ev.InstanceUp], Member] = new_member
     agent_of: Callable[[ev.HolderUp], Agent] = new_agent
     stream_of: Callable[[StreamId], Stream] = Stream
 
-    actions: list[act.Action] = field(default_factory=list)  # Actions of the present event.
+    # Actions of the present event, in order.
+    actions: list[act.Action] = field(default_factory=list)
     view: ClusterView = field(init=False)
     slots: SlotBook = field(init=False)
     timers: Timers = field(default_factory=Timers)
     retries: RetryBudget = field(default_factory=RetryBudget)
 
-    # `ledger.py`.
+    # Written by `ledger.py`.
     streams: dict[StreamId, Stream] = field(default_factory=dict)
     idle: dict[StreamId, Stream] = field(default_factory=dict)  # The streams without an attempt.
     prefill_scale: PrefillScale = field(default_factory=PrefillScale)
 
-    # `kv_locations.py`. Pages kept by instances that are about to come up.
+    # Written by `kv_locations.py`. Pages kept by instances that are about to come up.
     kept: dict[InstanceId, ev.PagesKept] = field(default_factory=dict)
     # The agents with second copies of rows, by the namespace of the rows.
     copying: defaultdict[str, dict[InstanceId, Agent]] = field(
         default_factory=lambda: defaultdict(dict)
     )
 
-    # `decisions.py`.
+    # Written by `decisions.py`.
     corrections: Corrections = field(init=False)
     # Learned corrections of predictions. Usually empty: readers test for that first, because
     # hashing an enum member costs a call.
     factors: dict[Option, float] = field(default_factory=dict)
 
-    # `starter.py`.
-    # Waiting victims of losses, which are decided together at the end of a short pause.
+    # Written by `starter.py`. Waiting victims of losses, which are decided together at the end of a
+    # short pause.
     gathered: dict[StreamId, Stream] = field(default_factory=dict)
     # New streams without room at the decode instances that compute their prompts.
     held_back: dict[StreamId, Stream] = field(default_factory=dict)
@@ -102,16 +103,16 @@ class State:
     missing_roles: list[Role] = field(default_factory=list)  # Missing roles at the last look.
     missing_since_s: float = 0.0  # The time from which `missing_roles` holds.
 
-    # `steps.py`.
+    # Written by `steps.py`.
     arrivals: int = 0
 
-    # `instances.py`.
+    # Written by `instances.py`.
     quick_deaths: dict[InstanceId, int] = field(default_factory=dict)  # Consecutive quick deaths.
     # Instances with an unhealthy GPU, including their next process, which uses the same GPU.
     gpu_degraded: set[InstanceId] = field(default_factory=set)
     drain_ordered: set[InstanceId] = field(default_factory=set)
 
-    # `books/poison.py`.
+    # Written by `books/poison.py`.
     poison: PoisonCounter = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from kvrs.ids import StreamId
 # changed predictions of one re-forming extend a deadline: the shortest silence that counts.
 _SHORTEST_GRACE_S = 0.1
 _LONGEST_GRACE_S = 2.0
-# Smallest delay of a re-forming's prediction that changes decisions.
+# Smaller delays of a re-forming's predicted end change no decision.
 _STEP_S = 0.02
 _NO_LIMIT = 1 << 62
 
@@ -75,8 +75,9 @@ def reformed(state: State, home: Member, event: ev.LoadReported, now_s: float) -
 
 
 def is_stale_token(state: State, stream: Stream, now_s: float) -> bool:
-    """Return whether a token may predate the re-forming that the stream stays for: then the next
-    one is awaited. A token after the predicted end is not stale, even if the report is late.
+    """Return whether a token may predate the re-forming that the stream stays for; then the
+    stream's next token is awaited. A token after the predicted end is not stale, even if the report
+    is late.
     """
     deadline, home = stream.attempt.stay_deadline, stream.attempt.runs_on
     if deadline is None or home is None or home.reforming is None:
@@ -189,7 +190,7 @@ def _stay(
     ):
         until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
         if is_past(until_s, now_s):
-            return  # This proxy was paused, so the alarm is due.
+            return  # This proxy was paused, and the alarm is due.
         _set_deadline(state, stream, replace(deadline, until_s=until_s))
         return
     latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S

@@ -42,9 +42,6 @@ def _never(state: State, stream: Stream | None, event: StreamEvent, now_s: float
     raise AssertionError((event, stream))
 
 
-# Functions for the begin of a stream.
-
-
 def _admit(state: State, _: None, event: ev.StreamArrived, now_s: float) -> None:
     common = state.settings.deadlines
     deadlines = common
@@ -66,9 +63,6 @@ def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None
     state.arrivals += 1
     kv_locations.inherit(state, stream, event.kept)
     starter.place_all(state, [stream], now_s)
-
-
-# Functions for the progress of an attempt.
 
 
 def _note_prefill(state: State, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
@@ -153,9 +147,6 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
     stream.note_resumed(event, now_s)
 
 
-# Functions for the end of an attempt.
-
-
 def _note(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
     """Note a failure of an attempt that had ended before its connection broke, usually with its
     instance.
@@ -194,7 +185,7 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
     is_broken = event.abrupt and event.failure is not ev.FailureKind.BUSY
     if is_broken and member is not None and not stream.attempt.resumed:
         state.poison.broke(stream, member, now_s)
-    # An instance that accepted no connection may be dead.
+    # A busy answer includes an instance that accepted no connection, which may be dead.
     was_connected = event.failure is not ev.FailureKind.BUSY
     if is_slow:
         outliers.keep_to_asked(state, stream, event)
@@ -236,7 +227,7 @@ def _expire(state: State, stream: Stream, event: AlarmDue, now_s: float) -> None
     number = stream.attempt.number
     starter.place_again(state, stream, now_s)
     if stream.id in state.streams and stream.attempt.number == number:
-        # No other attempt has replaced it, and without a slot it must not fetch on.
+        # No further attempt has replaced this one, and without a slot it must not go on fetching.
         state.actions.append(act.Halt(stream.id, number))
 
 
@@ -285,7 +276,7 @@ STEPS: Mapping[Step, _Method] = {
 
 
 def _method(cell: Cell) -> _Method | None:
-    """The method for a cell of the table; None: the event is ignored."""
+    """Return the function for a cell of the table; None: the event is ignored."""
     if cell is None:
         return _never
     return None if isinstance(cell, Ignored) else STEPS[cell]

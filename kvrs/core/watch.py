@@ -147,7 +147,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
     def __init__(self, known: Known, limits: WatchLimits, shell: WatchShell) -> None:
         self.known: Known = known
         self.session: int | None = None  # Number of the session; None: between two connections.
-        self.silence = SilenceTimer(0.0)  # Replaced at each session's LISTEN.
+        self.silence = SilenceTimer(0.0)  # The timer of this session, new at its LISTEN.
         self._limits = limits
         self._shell = shell
         self._sessions = 0
@@ -156,8 +156,6 @@ class Watch(ABC, Generic[Known, Info, Report]):
         self._unmet: Report | None = None
         self._reported_s = 0.0
         self._pause_s = FIRST_PAUSE_S
-
-    # Reports of the shell.
 
     def connects(self) -> int:
         """Note that the shell connects to IDENTIFY the process; return the session to pass from now
@@ -190,7 +188,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
         if report.epoch == info.epoch:
             return self._take(info, report, now_s)
         if before.epoch < info.epoch > report.epoch:
-            return None  # The process was fenced again since it reported.
+            return None  # The process was fenced again after its report.
         fault = f"reports epoch {report.epoch}, but is in {info.epoch}"
         return End(fault, DeathCause.FAILED)
 
@@ -240,8 +238,6 @@ class Watch(ABC, Generic[Known, Info, Report]):
         pause_s, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
         return pause_s
 
-    # Decisions on reports.
-
     def _take(self, info: Info, report: Report, now_s: float) -> WatchStep | End | None:
         """Take a report of the identified process."""
         known = self.known
@@ -267,8 +263,6 @@ class Watch(ABC, Generic[Known, Info, Report]):
             self.known.reason = reason
             self._shell.note(note, reason)
 
-    # Differences between instances and agents.
-
     @abstractmethod
     def _fault(self, info: Info) -> str | None:
         """Reason why the process must not be used."""
@@ -289,7 +283,9 @@ class Watch(ABC, Generic[Known, Info, Report]):
         return False
 
     def _others_since_s(self, now_s: float) -> float:
-        """Time since which others could take this process's streams."""
+        """Return the time since which other processes could take this one's streams;
+        -inf: always.
+        """
         return -inf
 
     def _reshape(self, info: Info) -> None:
@@ -302,7 +298,8 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
     ) -> None:
         super().__init__(known, limits, shell)
         self._control = control
-        # Shape of the ranks as last learned, and as last requested.
+        # Shape of the ranks (number of the layout, degree, number of the re-forming) as last
+        # learned, and as last requested.
         self._shape: tuple[int, int, int] | None = None
         self._asked_shape: tuple[int, int, int] | None = None
 
@@ -333,7 +330,7 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         self._control.load_reported(self.known, report, now_s)
         if not report.full_degree:
             return None
-        # Ranks and layout change without a new epoch.
+        # Ranks and layout change without a new epoch, so their shape is compared.
         number = 0 if report.reforming is None else report.reforming.number
         self._asked_shape = report.layout_number, report.degree, number
         return None if self._asked_shape == self._shape else WatchStep.SHAPE

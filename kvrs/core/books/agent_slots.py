@@ -23,8 +23,10 @@ from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotRequest, Slo
 LEASE_S = 10.0  # The slots of a dead proxy are free within this time.
 ANSWER_TIMEOUT_S = 0.25  # Limit of a recovery's wait for an agent's answer.
 AGENT_COOLDOWN_S = 1.0  # Pause before an agent that did not answer is asked again.
-LOCAL_GRANT_WAIT_S = 0.25  # Wait for the end of a locally granted transfer.
-RENEW_TICK_S = 0.1  # A restarted agent learns of the held slots within this time.
+# Wait before a stream asks again when the proxy's own share of a target's slots is in use.
+LOCAL_GRANT_WAIT_S = 0.25
+# Longest interval between calls of `renewals`: a restarted agent learns of held slots within it.
+RENEW_TICK_S = 0.1
 
 
 class SlotOutcome(StrEnum):
@@ -35,7 +37,7 @@ class SlotOutcome(StrEnum):
 
 
 class Granted(msgspec.Struct, frozen=True):
-    token: int  # 0: granted without an agent.
+    token: int  # The agent's number of the grant; 0: granted without an agent.
 
 
 class Denied(msgspec.Struct, frozen=True):
@@ -102,7 +104,8 @@ class AgentSlots:
         if agent.health is not Health.UP or now_s < self._cooling_until_s.get(agent.id, 0.0):
             return self._grant_locally(held)
         if agent.info is not None and next(self._asked_of(agent.id), None) is None:
-            self._met[agent.id] = agent.info  # No slot is held there to renew.
+            # The agent holds no slot of this proxy, so no earlier process of it matters.
+            self._met[agent.id] = agent.info
         held.asked = agent.id, asked
         self._outbox(agent.id).acquire.append(asked)
         return agent.id
@@ -110,7 +113,9 @@ class AgentSlots:
     def answered(
         self, asked: SlotRequest, agent: InstanceId, slot: Slot | None, now_s: float
     ) -> Granted | Denied:
-        """Apply the agent's answer; None: no answer came within ANSWER_TIMEOUT_S."""
+        """Apply the agent's answer. `slot`: None if no answer came within ANSWER_TIMEOUT_S, so that
+        the proxy grants from its own share.
+        """
         held = self._held(agent, asked)
         if slot is None:
             self._cooling_until_s[agent] = now_s + AGENT_COOLDOWN_S
@@ -145,7 +150,7 @@ class AgentSlots:
         return any(each.asked is not None for each in self._book.held.values())
 
     def begin(self, now_s: float) -> None:
-        """Start the renewal interval now."""
+        """Count the interval until the next renewal from now."""
         self._renewed_s = now_s
 
     def renewals(self, now_s: float) -> dict[InstanceId, SlotUpdate]:

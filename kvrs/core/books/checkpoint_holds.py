@@ -47,8 +47,6 @@ class CheckpointHolds:
         self._streams = streams
         self._tell = tell
 
-    # Methods for streams.
-
     def planned(self, live: LiveStream, plan: act.Plan) -> None:
         """Start to renew the reservations at the agents of the plan."""
         for place in plan.places if self._mode is not BackupMode.PEER else ():
@@ -77,8 +75,6 @@ class CheckpointHolds:
         let_go = self.leases.drop if live.journal.resumable else self.leases.release
         for agent in live.copies:
             let_go(agent, live.id)
-
-    # Methods for agents.
 
     def up(self, known: Agent, info: AgentInfo, now_s: float) -> None:
         event = self.agents.accept(known, info)
@@ -124,8 +120,6 @@ class CheckpointHolds:
             if (copy := live.copies.get(known.id)) is not None:
                 copy.pages, copy.lost = 0, copy.lost or _DOWN
         self._tell(ev.HolderLost(known.id, known.info.epoch, cause), now_s)
-
-    # Methods for the displayed state and for metrics.
 
     def protected(self, live: LiveStream) -> dict[InstanceId, int]:
         """Return the number of leading full pages that each agent or peer keeps of the stream."""
@@ -177,8 +171,6 @@ class CheckpointHolds:
         if self._mode is BackupMode.OFF:
             return 0
         return sum(self.unprotected(live, {}) is not None for live in self._streams.values())
-
-    # Methods for leases.
 
     def unknown(self, agent: InstanceId, streams: Sequence[StreamId], now_s: float) -> None:
         """Handle an agent's answer that it has no reservation for these streams: not yet, if no

@@ -11,10 +11,12 @@ from math import exp, isfinite, log
 
 from kvrs.core.model.estimates import Option
 
-WEIGHT = 0.2  # Weight of the newest observation: ten of them make up nine tenths of a change.
+# Weight of the newest observation (of 1): ten of them make up nine tenths of a change.
+WEIGHT = 0.2
 HALF_LIFE_S = 300.0  # Half-life of a factor without new observations.
 _FORGETTING_PER_S = log(2) / HALF_LIFE_S
-SHORTEST_S = 0.001  # Shorter measurements show the clock and polling more than the recovery.
+# Shorter costs count as this long: they show the clock and polling more than the recovery.
+SHORTEST_S = 0.001
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
 
-Number = tuple[int, int]  # Owner epoch, attempt.
+Number = tuple[int, int]  # An attempt's number: owner epoch, attempt; the greater is newer.
 
 
 class Leases:
@@ -63,7 +63,7 @@ class Leases:
         return not any(self._held.values()) and not any(self._ended.values())
 
     def begin(self, now_s: float) -> None:
-        """Start the renewal interval now."""
+        """Count the interval until the next renewal from now."""
         self._renewed_s = now_s
 
     def due(self, now_s: float) -> dict[InstanceId, LeaseUpdate]:
@@ -78,7 +78,9 @@ class Leases:
         return self.batches(renew=renew)
 
     def batches(self, *, renew: bool) -> dict[InstanceId, LeaseUpdate]:
-        """Return all messages that are not empty; each release is returned once."""
+        """Return the messages that are not empty, by process: all releases not yet returned, and
+        with `renew` all renewals.
+        """
         found = {}
         for instance in sorted(self._held.keys() | self._ended.keys()):
             held = sorted(self._held[instance]) if renew else []

@@ -35,7 +35,7 @@ class PlacementCandidate(msgspec.Struct, frozen=True, gc=False):
 # The largest number of agents that are considered for one stream: it bounds the time of a decision.
 CANDIDATES_MAX = 64
 
-# Load differences below this, about one decode step, do not count.
+# Agents whose loads differ by less (in seconds), about one decode step, count as equal.
 _NEAR_S = 0.02
 
 

@@ -21,7 +21,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 
 # Time within which a death becomes known after a broken connection.
 _KNOWN_S = 2.0
-# Time for which exits are kept.
+# Time for which reported exits of processes and losses of nodes are remembered.
 _KEPT_S = 120.0
 
 
@@ -96,7 +96,8 @@ class PoisonCounter:
 
     def separate(self, stream: Stream, allowed: int, until_s: float, now_s: float) -> None:
         """Let a stream avoid the instances of other waiting streams whose deaths and its own add up
-        to the limit. From `until_s` on the stream may use these instances, rather than be given up.
+        to the limit `allowed`. From `until_s` on the stream may use these instances, rather than be
+        given up.
         """
         deaths = _possible_deaths(stream, now_s)
         others = self.counted.values() if deaths and not is_past(until_s, now_s) else ()

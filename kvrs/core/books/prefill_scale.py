@@ -20,7 +20,7 @@ ENOUGH_PREFILLS = 8  # Number of prefills after which a table no longer counts a
 MOST = 20.0  # The factor is in [1 / MOST, MOST].
 _SAMPLES = 15
 _PREFILLS_OF_PERIOD = 8
-# Shorter periods, in step overheads, do not depend on the GPUs and are ignored.
+# Busy periods of fewer guessed step overheads are ignored: they depend little on the GPUs.
 _LEAST_STEPS = 2
 
 

@@ -25,7 +25,9 @@ class PromptLengths:
         self._sums: OrderedDict[str, _Sums] = OrderedDict()
 
     def expected(self, name: str, guessed_tokens: int) -> int:
-        """Return the corrected length of a prompt, at least 1."""
+        """Return `guessed_tokens` corrected by the ratio learned for this model or adapter, at
+        least 1.
+        """
         sums = self._sums.get(name)
         factor = 1.0 if sums is None else sums.tokens / sums.guessed
         return max(1, round(guessed_tokens * min(_MOST, max(1 / _MOST, factor))))

@@ -93,7 +93,8 @@ class HeldSlot:
     ends_s: float  # Predicted end of the transfer.
     duration_s: float
     ticket: int
-    # The agent and the request that it may have granted, even if no answer came.
+    # The agent that was asked for the slot, and the request, which it may have granted even if no
+    # answer came; None: no agent was asked.
     asked: tuple[InstanceId, SlotRequest] | None = None
     is_local: bool = False  # The proxy itself granted the slot, without the agent.
 
@@ -101,9 +102,11 @@ class HeldSlot:
 @dataclass(slots=True)
 class _Target:
     held: dict[StreamId, HeldSlot] = field(default_factory=dict)
-    waiting: dict[StreamId, int] = field(default_factory=dict)  # Tickets, in ascending order.
+    # Tickets of queued streams, lowest first.
+    waiting: dict[StreamId, int] = field(default_factory=dict)
     next_ticket: int = 0
-    # The next two are computed at the first look-up after a change: most look-ups are O(1).
+    # First end and mean duration of held transfers are computed at the first look-up after a change
+    # (`is_counted` is false until then): most look-ups are O(1).
     first_end_s: float = 0.0
     mean_duration_s: float = 0.0
     is_counted: bool = True
@@ -115,7 +118,9 @@ class _Target:
         return slots_max if is_past(self.most_until_s, now_s) else min(self.most, slots_max)
 
     def ticket_of(self, stream: StreamId) -> int:
-        """Return the stream's ticket in the queue, or a new ticket."""
+        """Return the stream's ticket in the queue; a stream that is not queued gets the next
+        number.
+        """
         ticket = self.waiting.get(stream)
         if ticket is None:
             ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
@@ -249,12 +254,13 @@ class SlotBook:
 
 class RetryBudget:
     def __init__(self) -> None:
-        self.used = 0.0  # Used tokens; tokens beyond the capacity were given out in advance.
+        # Tokens taken and not refilled; those beyond the capacity were given out in advance.
+        self.used = 0.0
         self._refilled_s = 0.0
         self.delayed = 0  # Number of attempts that had to wait for a token.
 
     def started(self, open_streams: int, now_s: float) -> None:
-        """Add the share of a new stream, which has its first attempt."""
+        """Add `RETRY_SHARE` of a token, because a new stream has begun its first attempt."""
         self._refill(_capacity(open_streams), now_s)
         self.used = max(0.0, self.used - RETRY_SHARE)
 

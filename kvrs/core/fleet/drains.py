@@ -13,8 +13,8 @@ from kvrs.protocol.instance import Role
 
 
 class Drains:
-    """The drains of one proxy. `produced_on` returns the streams at an instance, in the form of
-    `InstanceLost`.
+    """The drains of one proxy. `produced_on` returns the numbers of tokens that an instance's
+    streams have produced, as in `InstanceLost`.
     """
 
     def __init__(
@@ -28,11 +28,14 @@ class Drains:
         self._tell = tell
         # Time when the remaining streams of each drained instance are moved.
         self._ordered: dict[InstanceId, float] = {}
-        # Instances to be removed, whose drains do not end: until when retained KV is waited for.
+        # Instances that are drained for removal, with the time until which KV retained there is
+        # waited for; their drains do not end.
         self.leaving: dict[InstanceId, float] = {}
 
     def fault(self, instance: InstanceId) -> str | None:
-        """Reason why an instance cannot be drained: its streams would have nowhere to go."""
+        """Return why an instance cannot be drained (its streams would have nowhere to go); None: it
+        can.
+        """
         known = self._instances.known[instance]
         if known.health is not Health.UP or instance in self._ordered:
             return None
@@ -49,7 +52,7 @@ class Drains:
         return None
 
     def remains(self, known: Member) -> bool:
-        """The instance is up and may get new streams."""
+        """Return whether the instance is up and may get new streams."""
         return known.health is Health.UP and not self.is_draining(known.id)
 
     def begin(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
@@ -78,7 +81,9 @@ class Drains:
         self.leaving.pop(instance, None)
 
     def reported(self, instance: InstanceId, now_s: float) -> None:
-        """Repeat the order to move at each report of the instance: no target may have been up."""
+        """Repeat the order to move streams at each report after the drain's time: before, no target
+        may have been up.
+        """
         moves_at_s = self._ordered.get(instance)
         if moves_at_s is None or now_s < moves_at_s:
             return
@@ -86,7 +91,7 @@ class Drains:
             self._tell(ev.DrainOrdered(instance, True, produced), now_s)
 
     def is_draining(self, instance: InstanceId) -> bool:
-        """The instance is drained by an order, or its process is about to end."""
+        """Return whether an order drains the instance, or its process is about to end."""
         load = self._instances.known[instance].load
         return instance in self._ordered or (load is not None and load.draining)
 

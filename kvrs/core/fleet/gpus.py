@@ -101,6 +101,8 @@ class Gpus:
                 yield RankDue(instance, gpu.uuid, asked.rank, leaves=False)
 
     def _is_left(self, instance: InstanceId, gpu: GpuHealth) -> bool:
-        """The GPU's rank has left the instance, or was asked to."""
+        """Return whether the GPU's rank has left the instance, or was asked to and has
+        not refused.
+        """
         asked = self._asked.get((instance, gpu.uuid))
         return asked is not None and asked.has_agreed is not False

@@ -26,7 +26,7 @@ from kvrs.protocol.instance import (
     Role,
 )
 
-# Starts of an instance for which a late report of an exit is still attributed.
+# Number of an instance's last starts to which a late report of an exit is still attributed.
 _STARTS_KEPT = 8
 
 
@@ -106,7 +106,9 @@ class Instances:
         return self.known[instance].health is Health.UP
 
     def ready(self) -> bool:
-        """A new stream can start now."""
+        """Return whether a new stream can start now: every role that it needs has an
+        instance up.
+        """
         missing = missing_roles(self)
         known = self.known.values()
         computes = any(each.computes_prompts for each in known if each.health is Health.UP)
@@ -117,11 +119,11 @@ class Instances:
         return plan.places if self.known[instance].checkpoints else ()
 
     def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
-        """The instance's last report is not overdue."""
+        """Return whether the instance's last report is not overdue."""
         return now_s - self.known[instance].reported_s < self._overdue_s
 
     def is_stalled(self, instance: InstanceId, now_s: float) -> bool:
-        """The process sends heartbeats, but its event loop sends no reports."""
+        """Return whether the process sends heartbeats while its event loop sends no reports."""
         lives = now_s - self.known[instance].beat_s < self._overdue_s
         return lives and not self.is_reporting(instance, now_s)
 
@@ -141,7 +143,8 @@ class Instances:
         is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
         if self._replays is None:
             members = [known for known in self.known.values() if known.was_up]
-            # Prefill gives the first token where it is called together with decode.
+            # Prefill gives the first token if it is called together with decode, and must replay
+            # too.
             joins = any(known.info.joins_prefill for known in members)
             decoding = [
                 known.replays for known in members if joins or known.role is not Role.PREFILL
@@ -157,7 +160,7 @@ class Instances:
         return 0 if load is None else load.queued
 
     def fault(self, known: Member, info: InstanceInfo, *, streams_open: bool) -> str | None:
-        """Reason why an instance that answered cannot be used."""
+        """Return why an instance that answered cannot be used; None: it can."""
         for what, wanted, got in (
             ("id", known.id, info.id),
             ("node", known.node, info.node),
@@ -212,14 +215,14 @@ class Instances:
         return ev.InstanceUp(info, table)
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:
-        """The configured prefill table; None: use the instance's own table. An instance whose
-        prompts another one computes reads known tokens one per step.
+        """Return the prefill table of the settings. None: there is none, or another instance
+        computes this one's prompts; then known tokens are read one per step, as its own table says.
         """
         return self._table if info.own_prefill is None else None
 
 
 def all_refused(instances: Instances) -> str | None:
-    """Reason why no instance can come up: each answers and must not be used. None: an instance is
+    """Return why no instance can come up: each answers and must not be used. None: an instance is
     up, or may come up.
     """
     causes = []
@@ -232,7 +235,9 @@ def all_refused(instances: Instances) -> str | None:
 
 
 def others_of_other_format(instances: Instances, known: Member) -> list[InstanceId]:
-    """Instances that cannot exchange hand-offs with this one, by NIXL's format."""
+    """Return the instances with which this one cannot exchange hand-offs, because NIXL's formats
+    differ.
+    """
     return [
         each.id
         for each in instances.present()
@@ -277,7 +282,7 @@ class Agents:
         return self.known[agent].health is Health.UP
 
     def fault(self, known: Agent, info: AgentInfo) -> str | None:
-        """Reason why an agent that answered cannot be used."""
+        """Return why an agent that answered cannot be used; None: it can."""
         for what, wanted, got in (("id", known.id, info.id), ("node", known.node, info.node)):
             if wanted != got:
                 return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"

@@ -60,5 +60,5 @@ def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedN
 
 
 def is_served_at(info: InstanceInfo, key: str) -> bool:
-    """The instance serves the name with this key."""
+    """Return whether the instance serves the name with this key."""
     return not key or key in info.name_keys

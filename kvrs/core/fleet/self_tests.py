@@ -34,21 +34,25 @@ _MAX_FAILURES = 5
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
-_LATER_S = 5.0  # Delay of the test of a process after one of the same version.
-# Longest pause between tests of an empty store, which may be started later.
+# Pause before a new process is tested whose former one had the same version and results; also the
+# first pause after a test that showed nothing.
+_LATER_S = 5.0
+# Longest pause between tests, for example of an empty store, which may be started later.
 _LONGEST_PAUSE_S = 600.0
 _MAX_LOSSES = 2  # Deaths of an instance in its tests after which it is not tested again.
 
 
 @dataclass(slots=True)
 class Tries:
-    """Failed tests of one process: those of its rows and its store, or all others."""
+    """Counts of a process's failed tests. A process has two: for its rows and its store, and for
+    all other tests.
+    """
 
     failures: int = 0  # Consecutive failures.
     put_offs: int = 0  # Consecutive tests that showed nothing.
     # Consecutive deaths of the instance in its tests, former processes included.
     losses: int = 0
-    at_s: float = 0.0  # Time of the next test.
+    at_s: float = 0.0  # Earliest time of the next test.
     cause: str = ""
 
     def fail(self, cause: str, now_s: float) -> None:
@@ -71,13 +75,14 @@ class TestedProcess:
 
     info: InstanceInfo
     generated: Generated | None = None
-    # None: not tested, or no KV moved in tests with other instances of unknown ability.
+    # The ability to move KV to and from the process; None: not tested, or no KV moved in tests with
+    # other instances of unknown ability.
     moves_kv: bool | None = None
-    restores: bool | None = None  # None: not tested.
+    restores: bool | None = None  # The ability to load KV from agents or a store; None: not tested.
     # Instances with which no KV moved in a test.
     partners: set[InstanceId] = field(default_factory=set)
-    former: Seen = field(default_factory=Seen)  # Results of the process before.
-    test: SelfTest | None = None  # The running test.
+    former: Seen = field(default_factory=Seen)  # Results of a former process of the same version.
+    test: SelfTest | None = None  # The running test; None: none.
     tries: Tries = field(default_factory=Tries)
     of_rows: Tries = field(default_factory=Tries)
 
@@ -87,7 +92,7 @@ class TestedProcess:
 
     @property
     def lacks_tokens(self) -> bool:
-        """The test of the process's tokens has shown nothing yet."""
+        """Return whether the process decodes and the test of its tokens has no result yet."""
         return self.generated is None and self.decodes
 
     @property
@@ -118,7 +123,7 @@ class SelfTests:
         self._may_test_kv = tests_kv
         self._loads_rows_of = loads_rows_of
         self.stores = Stores(known, enabled=enabled)
-        # The present or last process of each instance; others only read it.
+        # The present or last process of each instance; other modules only read it.
         self.processes: dict[InstanceId, TestedProcess] = {}
         # Last reported tokens, weights and store of each instance (`news`).
         self._reported: dict[InstanceId, tuple[str, str, ev.StoreSeen | None]] = {}
@@ -130,7 +135,9 @@ class SelfTests:
 
     @property
     def _tests_kv(self) -> bool:
-        """KV is tested only if the configuration has two instances that could exchange it."""
+        """Return whether KV is tested: the configuration has two instances that could
+        exchange it.
+        """
         if not self._may_test_kv:
             return False
         # The search runs at each report, and stops at the first pair of roles.
@@ -143,8 +150,6 @@ class SelfTests:
             if one.role not in roles:
                 roles.append(one.role)
         return False
-
-    # Methods for the life of an instance.
 
     def up(self, info: InstanceInfo, now_s: float) -> None:
         """Note a new process of the instance, or changed abilities of the same process."""
@@ -178,8 +183,6 @@ class SelfTests:
         self._reported.pop(instance, None)
         self._compare()
 
-    # Methods for results.
-
     def seen(self, instance: InstanceId) -> Seen:
         """Results of an instance's tests, in the form that the policy gets."""
         life = self.processes.get(instance)
@@ -199,7 +202,9 @@ class SelfTests:
         return None if generated is None else generated.continues
 
     def _compare(self) -> None:
-        """Compare the tested instances' outputs."""
+        """Group the instances by their tested outputs, and find the one that continues least
+        exactly.
+        """
         self.least = None, Continues.SEEDED
         for name in self._known:
             if (life := self.processes.get(name)) is not None and life.decodes:
@@ -234,8 +239,8 @@ class SelfTests:
         sampled: bool,
         replays: bool = False,
     ) -> bool:
-        """`target` continues the output of `began` exactly, as far as is known. Replay of a sampled
-        output restores the target's random number generator.
+        """Return whether `target` continues the output of `began` exactly, as far as is known.
+        `replays`: by a replay, which restores the random number generator of a sampled output.
         """
         before = None if began is None else began.seen.generated
         after = self.seen(target).generated
@@ -283,10 +288,10 @@ class SelfTests:
             found[mine.likeness(theirs) is not Likeness.OTHER].append(other)
         return found
 
-    # Methods for tests: an instance has at most one at a time.
-
     def next(self, now_s: float) -> SelfTest | None:
-        """The next test to run; its instances stay busy until its outcome is reported."""
+        """Return the next test to run (None: none is due); an instance has at most one at a time,
+        and stays busy until its outcome is reported.
+        """
         if not self._enabled or (test := next(self._due(now_s), None)) is None:
             return None
         for name in test.names:
@@ -300,8 +305,8 @@ class SelfTests:
         for life in free:
             if self._tests_kv and (transfer := _transfer_test(life, free)) is not None:
                 yield transfer
-        # Rows of each instance that is up can be loaded. Instances with the fewest failures go
-        # first: a test occupies its holder.
+        # Each instance that is up may have rows to load. Targets with the fewest failures go first,
+        # because a test also occupies its holder.
         holders = [life.info.id for life in idle if self._known[life.info.id].health is Health.UP]
         for life in sorted(free, key=lambda life: life.of_rows.failures):
             due = life.of_rows.at_s <= now_s
@@ -309,7 +314,9 @@ class SelfTests:
                 yield restore
 
     def next_retry_s(self, now_s: float) -> float | None:
-        """Time when a waiting instance may be tested; None: no instance waits."""
+        """Return the earliest time when a waiting instance may be tested; None: no
+        instance waits.
+        """
         waiting = (
             tries.at_s
             for life in self.processes.values()
@@ -407,7 +414,7 @@ class SelfTests:
         )
 
     def _is_done(self, life: TestedProcess) -> bool:
-        """No test is left with the instances that are up."""
+        """Return whether no test of this process is left with the instances that are up."""
         if not self._may_be_tested(life):
             return True
         others = [each for each in self.processes.values() if self._may_be_tested(each)]
@@ -419,7 +426,9 @@ class SelfTests:
     def _restore_test(
         self, life: TestedProcess, others: Iterable[InstanceId]
     ) -> RestoreTest | None:
-        """A restore test; each failure moves on to another holder, which may be at fault."""
+        """Return a restore test of the process; None: no holder is left. Each failure moves on to
+        another holder, because the holder may be at fault.
+        """
         target, failures = life.info.id, life.of_rows.failures
         if life.generated is None or life.of_rows.losses >= _MAX_LOSSES:
             return None
@@ -446,7 +455,9 @@ def _next_process(info: InstanceInfo, before: TestedProcess | None, now_s: float
 
 
 def _transfer_test(life: TestedProcess, others: Iterable[TestedProcess]) -> TransferTest | None:
-    """A transfer test with another instance, preferably one that has moved KV."""
+    """Return a transfer test with another instance, preferably one that has moved KV; None: no
+    partner is left.
+    """
     first: TransferTest | None = None
     for other in others if life.moves_kv is None else ():
         if other is life or other.info.id in life.partners or other.moves_kv is False:

@@ -53,7 +53,9 @@ class SilenceTimer:
         self.heard_s = min(now_s, self.heard_s + late_s)
 
     def may_be_suspected(self, now_s: float) -> bool:
-        """The silence has lasted longer than processes wait for a CPU."""
+        """Return whether the silence has lasted longer than a healthy process may wait
+        for a CPU.
+        """
         return now_s - self.heard_s >= SHORTEST_SUSPICION_S
 
     def look(self, now_s: float, limit_s: float, is_excused: Callable[[], bool]) -> float | None:
@@ -79,7 +81,7 @@ class Delivered:
 
     last_s: float = -inf
     tokens: int = 0  # Counted tokens of this process's streams.
-    report: tuple[float, int] | None = None  # Progress in the last report.
+    report: tuple[float, int] | None = None  # Progress in the last report; None: no report.
     # Time when a stream was last given up for silence between two tokens.
     stood_still_s: float = -inf
 
@@ -91,7 +93,9 @@ class Delivered:
 
     @property
     def stands_still(self) -> bool:
-        """A stream of the instance was given up for silence, and no progress has followed."""
+        """Return whether a stream of the instance was given up for silence and no progress has
+        followed.
+        """
         return self.stood_still_s > self.last_s
 
 
@@ -109,7 +113,7 @@ class InstanceProgress:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all instances."""
+        """Number of tokens that all instances have delivered to this process."""
         return sum(each.tokens for each in self.delivered.values())
 
     def others_since_s(self, instance: InstanceId, now_s: float) -> float:
@@ -128,7 +132,7 @@ class InstanceProgress:
         return since_s
 
     def is_alone(self, instance: InstanceId, now_s: float) -> bool:
-        """No other instance could take the streams of this instance now."""
+        """Return whether no other instance could take this instance's streams now."""
         return self.others_since_s(instance, now_s) == inf
 
     def token_gap_s(
@@ -154,8 +158,9 @@ class InstanceProgress:
         return limit_s + member.reported_wait_s
 
     def answer_s(self, instance: InstanceId, heard_s: float) -> float:
-        """Return how long after `heard_s` a call without a predicted time may be silent: for ever,
-        unless other streams of the instance stand still.
+        """Return how long after `heard_s` a call may be silent whose time cannot be predicted: for
+        ever (inf); but if the instance has stood still since another stream was given up, until the
+        longest gap between tokens has passed after that.
         """
         delivered = self.delivered[instance]
         if not delivered.stands_still:
@@ -163,7 +168,7 @@ class InstanceProgress:
         return self.longest_gap_s + max(0.0, delivered.stood_still_s - heard_s)
 
     def counts(self, instance: InstanceId) -> bool:
-        """The instance's reports count its progress."""
+        """Return whether the instance's load reports count its progress."""
         report = self.delivered[instance].report
         return report is not None and report[0] > 0
 
@@ -176,8 +181,8 @@ class InstanceProgress:
         return max(0.0, self.delivered[instance].last_s - heard_s)
 
     def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
-        """The instance has more streams than it can run at a time, and delivers tokens for some of
-        them.
+        """Return whether the instance has more streams than it can run at a time, and delivers
+        tokens for some of them.
 
         Giving up the others would only move them to the end of another queue. A hanging engine has
         a queue as well, but delivers nothing.

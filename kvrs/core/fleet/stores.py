@@ -14,12 +14,15 @@ from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import FetchReport
 
-_WEIGHT = 0.5  # Weight of the newest share: a store loses everything at once.
-_LOST = 0.2  # Share below which the store may be a new one.
-_TESTED_SHARE = 0.5  # Least share after a passed test.
-# Larger changes of a share change decisions.
+# Weight (of 1) of the newest share in the mean: large, because a store loses everything at once.
+_WEIGHT = 0.5
+_LOST = 0.2  # A store with less of the requested KV may be a new, empty one, and is tested again.
+# Share that a store counts with after a passed test, if recoveries found less before.
+_TESTED_SHARE = 0.5
+# Smaller changes of a share change no decision.
 _STEP = 0.05
-# Least request that counts: some stores keep pieces of this size, and nothing smaller.
+# Loads of fewer tokens do not change a share: some stores keep pieces of this size, and nothing
+# smaller.
 _LEAST_ASKED_TOKENS = 256
 _OTHER = "other"
 
@@ -31,7 +34,7 @@ class Stores:
         self._known = known
         self._enabled = enabled
         self._spaces: dict[InstanceId, str] = {}
-        # Share that recoveries found, for each instance that passed the test.
+        # Share of the requested KV that recoveries found, for each instance that passed the test.
         self._passed: dict[InstanceId, float] = {}
         # Failed tests: whether tokens were wrong; None: the test was not carried out.
         self._failed: dict[InstanceId, bool | None] = {}
@@ -51,14 +54,18 @@ class Stores:
         self._kinds.pop(instance, None)
 
     def may_share(self, target: InstanceId, holder: InstanceId) -> bool:
-        """Both instances load KV of one model from stores of one kind, by their reports."""
+        """Return whether both instances load KV of one model from stores of one kind, by their
+        reports.
+        """
         one, other = self._known[target], self._known[holder]
         if not one.store or one.store != other.store or not (one.was_up and other.was_up):
             return False
         return one.info.model == other.info.model
 
     def is_settled(self, instance: InstanceId) -> bool:
-        """No test is left for this process."""
+        """Return whether no test is left for this process: it passed, or continued with wrong
+        tokens.
+        """
         return instance in self._passed or self._failed.get(instance) is True
 
     def passed(self, target: InstanceId, holder: InstanceId) -> None:
@@ -109,9 +116,9 @@ class Stores:
         }
 
     def distrusts(self, instance: InstanceId) -> bool:
-        """The instance loads from a store on its own, and the store is untested or was wrong, so a
-        recovery there must not find anything in it. A store that had nothing of another instance
-        may hold what the instance itself has stored.
+        """Return whether a recovery at the instance must not find anything in its store: the
+        instance loads from it on its own, and it is untested or was wrong. A store that had nothing
+        of another instance may hold what the instance itself has stored.
         """
         known = self._known[instance]
         kind = known.store or ("" if known.has_tier else self._kinds.get(instance, ""))
@@ -120,11 +127,11 @@ class Stores:
         return self._failed.get(instance) is not False
 
     def fetched(self, instance: InstanceId, fetches: Iterable[FetchReport]) -> bool:
-        """Update the share by the loads of recoveries, which are reported several times. Return
-        whether the policy's view has changed.
+        """Update the share by the loads of recoveries, of which each is reported several times.
+        Return whether the policy's view has changed.
         """
         kind = self._known[instance].store
-        # A store of unknown kind shows by its first load.
+        # An empty report does not replace `_OTHER`, a store of unknown kind that showed by a load.
         if kind or self._kinds.get(instance) != _OTHER:
             self._kinds[instance] = kind
         before, now = self._counted.get(instance, frozenset()), frozenset(fetches)

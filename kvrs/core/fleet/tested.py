@@ -69,8 +69,8 @@ def _digest(ids: tuple[int, ...]) -> str:
 
 
 def _apart(one: Generated, at: int, other_token: int) -> bool:
-    """Another token is far less likely than the greedy token at this position. A token outside the
-    likeliest is less likely than all of these.
+    """Return whether `other_token` is far less likely than the greedy token at position `at`. A
+    token outside the likeliest is less likely than all of these.
     """
     if at >= len(one.likeliest) or not (likeliest := one.likeliest[at]):
         return True
@@ -143,7 +143,9 @@ class Comparison:
     sampled_ties: bool = False
 
     def has_ties(self, *, sampled: bool) -> bool:
-        """Streams, sampled or at temperature 0, may differ between instances of equal weights."""
+        """Return whether output may differ between instances of equal weights: output of sampled
+        streams (`sampled`), or of streams at temperature 0.
+        """
         return self.sampled_ties if sampled else self.near_ties
 
     @property
@@ -152,7 +154,9 @@ class Comparison:
 
 
 def compare(generated: Mapping[InstanceId, Generated]) -> Comparison:
-    """Compare each distinct result with every other, however many instances gave it."""
+    """Group the instances by weights, as their results show them; equal results are
+    compared once.
+    """
     firsts: dict[tuple[object, ...], InstanceId] = {}
     for name in sorted(generated):
         firsts.setdefault(_tokens(generated[name]), name)

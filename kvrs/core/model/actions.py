@@ -97,7 +97,8 @@ class Recovered(_Action, frozen=True, gc=False):
     estimates: tuple[Estimate, ...]
     cause: str
     failed: InstanceId | None
-    others: float = 0.0  # Other victims per target, for whose wait each estimate was charged.
+    # Number of other victims per target; each estimate was charged for their wait.
+    others: float = 0.0
 
 
 class Redirect(_Action, frozen=True):

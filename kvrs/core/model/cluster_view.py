@@ -19,7 +19,8 @@ from kvrs.core.model.prefixes import PrefixIndex, room_tokens
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import MEMORY, STORE
 
-_MOST_WEIGHT = 8.0  # The largest cost of a second of computing, in seconds of a queue.
+# Upper limit of `prompt_weight`: cost of a second of computing, in seconds of a queue.
+_MOST_WEIGHT = 8.0
 
 _place, _streams = attrgetter("place"), attrgetter("streams")
 
@@ -49,7 +50,8 @@ class PrefillOrder:
         self.changed: dict[NodeId, None] = {}
         # Decode instances that may refuse some streams, until `has_restricted` finds otherwise.
         self.restricted: dict[Member, None] = {}
-        # Prompts without an answer: at prefill instances by own bookings, and by their reports.
+        # Numbers of prompts without an answer at prefill instances: by this proxy's bookings, and
+        # by the instances' reports.
         self._prompts = 0
         self._reported_prompts = 0
 
@@ -101,8 +103,9 @@ class PrefillOrder:
         member.reported_prompts = prompts
 
     def prompt_weight(self, prefillers: int) -> float:
-        """Return the cost of a second of compute time: 1 for the prompt itself, plus 1 for each
-        prompt behind it, which is the number of prompts in flight per prefill instance.
+        """Return the cost of a second of compute time, in seconds of a queue: 1 for the prompt
+        itself, plus 1 for each prompt behind it, which is the number of prompts in flight per
+        prefill instance.
         """
         prompts = max(self._prompts, self._reported_prompts)
         return min(_MOST_WEIGHT, 1 + prompts / max(1, prefillers))
@@ -110,7 +113,9 @@ class PrefillOrder:
     def least_first(self) -> list[Member]:
         """Return the sorted list; the caller must not change it, nor keep it over a change."""
         for node in self.changed:
-            least: dict[int, int] = {}  # Fewest streams by `id` of the shared pair list.
+            # Fewest streams in a list of own decode instances, by `id` of the list, which members
+            # share.
+            least: dict[int, int] = {}
             for member in self._by_node.get(node, ()):
                 if not member.is_placed:
                     continue
@@ -254,7 +259,9 @@ class ClusterView:
         self.prefill_order.changed[node] = None
 
     def count_stream(self, member: Member, change: int) -> None:
-        """Change the number of a member's streams by one and keep the decode instances sorted."""
+        """Change the number of a member's streams by `change`, and keep the decode instances
+        sorted.
+        """
         decoders = self.decoders
         at = bisect_left(decoders, member.rank, key=_rank) if member.is_ranked else None
         assert at is None or decoders[at] is member, member
@@ -273,7 +280,7 @@ class ClusterView:
         health = member.answers
         if member.is_minority:
             return False
-        # After the pause, one probe at a time.
+        # After its pause, a closed instance gets one probe at a time.
         if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):
             return False
         return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)

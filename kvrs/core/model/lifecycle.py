@@ -34,7 +34,7 @@ class Stage(StrEnum):
     DECODE = "decode"  # The attempt's decode call runs: fetching, computing or producing.
 
 
-# The following events are raised by the policy itself.
+# The policy itself raises the next events, `InstanceLeft`, `AlarmDue` and `SlotFree`.
 
 
 class InstanceLeft(msgspec.Struct, frozen=True):

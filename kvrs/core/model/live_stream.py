@@ -111,7 +111,8 @@ class Copy:
     """The checkpoint of a stream at one agent."""
 
     pages: int = 0  # Number of leading full pages.
-    lost: str | None = None  # Reason why the agent has no pages.
+    # Reason why the agent has no pages; None: it has some, or may get them.
+    lost: str | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -122,7 +123,8 @@ class LiveStream(Stream):
     plan: act.Plan | None = None  # Plan of the attempt that the driver runs.
     # Prefill instances that may retain pages.
     prefilled_at: dict[InstanceId, None] = field(default_factory=dict)
-    copies: dict[InstanceId, Copy] = field(default_factory=dict)  # Checkpoints by agent.
+    # Checkpoints by agent; a new one has no page yet.
+    copies: dict[InstanceId, Copy] = field(default_factory=dict)
     guessed_tokens: int = 0  # Prompt tokens guessed by size, until the text is tokenised.
 
     @property

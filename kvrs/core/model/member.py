@@ -28,8 +28,8 @@ from kvrs.protocol.instance import (
 
 GOES_ON_NOWHERE = "-"  # `Member.tokens` of an instance that cannot continue any output exactly.
 
-# After this time without any answer, and several times the predicted time, an instance gets no new
-# requests.
+# An instance that has answered nothing for this time, and for several times the predicted time,
+# gets no new requests.
 UNANSWERED_S = 2.0
 # First pauses, which double: after a failure, at an ejection, after a busy answer. An instance that
 # fails every request gets at most three requests in 10 s: the first, one after the first pause, and
@@ -88,7 +88,7 @@ class AnswerHealth:
     """
 
     consecutive: int = 0  # Number of failures since the last answer.
-    refuses_wrongly: bool = False  # Another instance has accepted a refused request.
+    refuses_wrongly: bool = False  # Another instance has accepted a request that this one refused.
     abrupt_s: float = -inf  # Time of the last failure without an error message.
     is_ejected: bool = False
     ejections: int = 0
@@ -103,15 +103,16 @@ class AnswerHealth:
     busy_until_s: float | None = None
     asked_until_s: float = -inf  # End of the pause that the instance has requested.
     busies: int = 0  # Number of busy answers since the last other answer.
-    tried_by: StreamId | None = None  # The stream of the attempt after the busy pause.
+    tried_by: StreamId | None = None  # The stream of the one attempt after the busy pause.
     # Streams that wait for an answer, oldest first: start of the wait, and predicted wait.
     awaited: dict[StreamId, tuple[float, float]] = field(default_factory=dict)
-    awaited_from_s: float = -inf  # A lower bound of the first start in `awaited`.
-    whole: set[StreamId] = field(default_factory=set)  # Streams that get one whole answer.
+    awaited_from_s: float = -inf  # A lower bound of all starts in `awaited`.
+    # Streams that wait for an answer in one piece.
+    whole: set[StreamId] = field(default_factory=set)
     answered_s: float = -inf
 
     def is_overdue(self, now_s: float, queue_s: float) -> bool:
-        """Return whether the instance has not answered for too long."""
+        """Return whether an answer is overdue by its predicted wait and the instance's queue."""
         if not self.awaited or now_s - max(self.awaited_from_s, self.answered_s) <= UNANSWERED_S:
             return False
         since_s, predicted_s = next(iter(self.awaited.values()))
@@ -209,7 +210,8 @@ class Member:
     load: LoadReport | None = None  # The last load report; None: not up.
     reported_s: float = 0.0  # Time of `load`.
     beat_s: float = -inf  # Time of the last heartbeat, sent also while the event loop stalls.
-    epochs: dict[int, int] = field(default_factory=dict)  # Last epoch of each recent start.
+    # The last epoch in each of the instance's last starts, by number of the start.
+    epochs: dict[int, int] = field(default_factory=dict)
     # Transfers of KV to and from the instance work. False until a self-test has passed, if any.
     moves_kv: bool = True
     restores: bool = True  # Transfers of KV from agents work.
@@ -218,8 +220,9 @@ class Member:
     tokens: str = ""
     # Name of the group of instances whose tokens differ only at near-ties. Empty: not known.
     weights: str = ""
-    is_minority: bool = False  # Most decode instances have other weights; gets no new request.
-    up_s: float = 0.0  # Time of the start; later for a process after repeated quick deaths.
+    # Most decode instances have other weights, so this one gets no new request.
+    is_minority: bool = False
+    up_s: float = 0.0  # Time of coming up; later for a process after repeated quick deaths.
     told: LoadReport | None = None  # The last report that changed a decision.
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of unanswered requests of this proxy.
@@ -233,8 +236,10 @@ class Member:
     gpu_degraded: bool = False  # The state of its GPU is a reason to drain, by the settings.
     draining: bool = False  # The process has reported that it drains.
     drain_ordered: bool = False  # An operator has ordered a drain.
-    reforming: PredictedReforming | None = None  # The ranks re-form and compute nothing.
-    is_drained: bool = False  # Gets no new stream, for one of these reasons.
+    # The re-forming under way, in which the ranks compute nothing; None: none.
+    reforming: PredictedReforming | None = None
+    # True: the instance gets no new stream, for one of the four reasons above.
+    is_drained: bool = False
     slower_token_s: float = 0.0  # Additional time per token after a loss of ranks.
     prefill_factor: float = 1.0  # Factor of the prefill table after a loss of ranks.
     answers: AnswerHealth = field(default_factory=AnswerHealth)
@@ -255,7 +260,7 @@ class Member:
     # shared store of its engine (`in_store`); empty: neither.
     rows: str = ""
     has_tier: bool = False
-    tier_tokens: int = 0  # Room of the CPU tier; 0: not reported.
+    tier_tokens: int = 0  # Tokens that the CPU tier has room for; 0: not reported.
     in_store: bool = False
     store_share: float = 1.0  # Share of the requested KV that the store had, over recoveries.
     page_bytes: int = 0
@@ -263,7 +268,8 @@ class Member:
     bytes_per_token: int = 0
     full_prefill: PrefillTable = field(init=False)  # The table with all ranks.
     prefill: PrefillTable = field(init=False)  # The table with the present ranks.
-    guess: PrefillTable | None = None  # The unscaled table, if a guess.
+    # The prefill table before it is scaled, if guessed; None: it is measured.
+    guess: PrefillTable | None = None
     # Sort key of decode instances: streams, then id.
     rank: tuple[int, InstanceId] = field(init=False)
     # Decode instances on its node that are not drained and can take its hand-offs.
@@ -324,7 +330,7 @@ class Member:
         self.bytes_per_token = geometry.bytes_per_token
 
     def learn(self, **changes: Any) -> None:
-        """Change fields of the process's info."""
+        """Replace fields of the info that the process has reported."""
         self.set_info(msgspec.structs.replace(self.info, **changes))
 
     def set_rows(self, namespace: str, *, in_store: bool = False) -> None:
@@ -343,8 +349,6 @@ class Member:
         """
         return "" if self.load is None or self.has_tier else self.load.store
 
-    # Methods for the instance's watch.
-
     @property
     def was_up(self) -> bool:
         """True if a process of the instance has come up since it was configured."""
@@ -352,7 +356,7 @@ class Member:
 
     @property
     def lost(self) -> InstanceInfo | None:
-        """The last lost process, which may still run."""
+        """The info of the last lost process, which may still run; None: none was lost."""
         return self.info if self.was_up and self.health is not Health.UP else None
 
     def is_same_process(self, info: InstanceInfo) -> bool:
@@ -390,8 +394,6 @@ class Member:
     def lose(self, cause: str) -> None:
         """Mark the instance as down."""
         self.health, self.reason, self.load = Health.DOWN, cause, None
-
-    # Methods for the policy.
 
     @property
     def is_to_end(self) -> bool:
@@ -443,7 +445,7 @@ class Member:
             self.set_table(self.full_prefill)
 
     def set_table(self, table: PrefillTable) -> None:
-        """Set the prefill table, which is that with all ranks."""
+        """Set the prefill table that holds with all ranks."""
         self.prefill = self.full_prefill = table
         if self.prefill_factor != 1.0:
             self.prefill = table.scaled(self.prefill_factor)

@@ -87,7 +87,8 @@ class _Cache:
 
     bit: int
     order: deque[int] = field(default_factory=deque)  # Block hashes in order of eviction.
-    touched: set[int] = field(default_factory=set)  # Blocks with a second chance.
+    # Blocks that eviction spares once more (second chance).
+    touched: set[int] = field(default_factory=set)
     capacity_tokens: int = 0  # The largest room reported; 0: none was reported.
     trusted: float = _TRUSTED
     block_tokens: float = 0.0  # Moving average of the tokens per block.

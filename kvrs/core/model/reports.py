@@ -5,7 +5,8 @@ decision.
 from kvrs.core.model.member import Member
 from kvrs.protocol.instance import LoadReport
 
-# Smaller changes of a queue change no decision.
+# A changed queue changes no decision if the difference is below this share of the queue, or below
+# `_QUEUE_STEP_S`.
 _QUEUE_STEP = 0.1
 _QUEUE_STEP_S = 0.005
 _READY_STEP_S = 0.02  # Smaller changes of a predicted end of re-forming change no decision.
@@ -30,7 +31,8 @@ def changes_decision(
     told = member.told
     if told is None or waiting or changes_ranks(member, report, now_s):
         return True
-    if member.reforming is not None:  # The rest of the pause has become shorter.
+    # The rest of the re-forming is shorter than at the last report.
+    if member.reforming is not None:
         return True
     if report.draining and (member.running or not told.draining):
         return True

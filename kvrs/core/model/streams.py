@@ -51,7 +51,9 @@ class StoredCheckpoint:
 
     agent: Agent
     geometry: KvGeometry
-    booked_bytes: int = 0  # 0: the agent gets no more pages, and its pages may still be fetched.
+    # Bytes reserved for the stream; 0: the agent gets no more pages, and its pages may still be
+    # fetched.
+    booked_bytes: int = 0
     pages: int = 0  # Leading full pages of the history, by the agent's last report.
     booked_for: NodeId | None = None  # The node that decodes the stream.
     # The namespace, if the pages are rows of an instance's CPU tier (`kv_locations.py`).
@@ -69,7 +71,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     chosen: Estimate
     estimates: tuple[Estimate, ...]
     plan: act.Plan | None  # None: give up, because no option meets the budget.
-    others: float = 0.0  # Other victims per target, for whose wait each estimate was charged.
+    # Number of other victims per target; each estimate was charged for their wait.
+    others: float = 0.0
     refusal: act.StreamRefusal | None = None  # A new stream is refused because of the load.
 
 
@@ -80,7 +83,7 @@ class StayDeadline(msgspec.Struct, frozen=True):
 
     since_s: float
     until_s: float
-    number: int  # Number of the re-forming.
+    number: int  # The instance's number of the re-forming for which the stream stays.
     latest_s: float  # Limit of `until_s` for changed predictions of the same re-forming.
 
 
@@ -128,7 +131,7 @@ class Death(msgspec.Struct, frozen=True, gc=False):
 
     instance: InstanceId
     epoch: int
-    server: InstanceId  # Instances of the same server are lost together.
+    server: InstanceId  # The server that runs the instance: its instances are lost together.
     node: NodeId
     lost_s: float
 
@@ -157,7 +160,7 @@ class RecoveryState(msgspec.Struct, eq=False):
     overflowed: tuple[RefusedBy, ...] = ()  # Failures by logits that were not numbers.
     owes_token: bool = False  # The next attempt must take a token of the retry budget.
     token_at_s: float = -inf  # Time from which the retry token may be used.
-    busy_since_s: float | None = None  # Time of the first busy answer.
+    busy_since_s: float | None = None  # Time of the first busy answer; None: none.
     # Number of times that a second instance produced no token in time either: the request is slow
     # anywhere, and its silence is no fault.
     slow_attempts: int = 0
@@ -303,7 +306,7 @@ class Stream:
     first_token_sent: bool = False
     needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly.
     promise: ev.Promise = ev.Promise.NONE
-    # Processes at which it failed.
+    # Processes (instance, epoch) at which the stream failed.
     excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()
     refusals: tuple[RefusedBy, ...] = ()  # Refusals since an instance last accepted the stream.
 
@@ -312,8 +315,8 @@ class Stream:
     recovery: RecoveryState = field(default_factory=RecoveryState)
     holders: dict[InstanceId, Holder] = field(default_factory=dict)
     checkpoints: dict[InstanceId, StoredCheckpoint] = field(default_factory=dict)
-    tokens: str = ""  # `Member.tokens` of the instance of its last output; empty: not known.
-    unprotected: str = ""  # The reason why no agent stores a checkpoint.
+    tokens: str = ""  # `Member.tokens` of the instance of the last output; empty: not known.
+    unprotected: str = ""  # Reason why no agent stores a checkpoint; empty: an agent does or will.
 
     def admit(
         self,

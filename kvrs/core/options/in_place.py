@@ -49,7 +49,9 @@ def estimate_stay(state: State, stream: Stream, home: Member) -> Estimate:
 
 
 def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float:
-    """Return the predicted time until the attempt's next token; 0 if it has produced tokens."""
+    """Return the predicted rest of the attempt's work before its first token; 0 if it has produced
+    a token.
+    """
     attempt = stream.attempt
     if attempt.decision is None:
         return 0.0
@@ -58,7 +60,8 @@ def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float
     if not chosen.option.stays:
         return left_s
     if deadline is not None and deadline.number == reforming.report.number:
-        return chosen.compute_s  # A new report of the same re-forming covers the other times.
+        # A new report of the same re-forming predicts the other times anew.
+        return chosen.compute_s
     # The stream stayed through an earlier re-forming whose restores are not finished.
     return min(left_s, chosen.transfer_s + chosen.compute_s)
 

@@ -46,7 +46,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         if not source.is_agent:
             weigh_fetch(case, _MIGRATE, source, estimates)
             fetched += 1
-    if fetched < len(case.stream.holders):  # Some holders can only hand off.
+    if fetched < len(case.stream.holders):  # Holders that send no pages may hand off.
         for holder in cached_at(case.stream, case.target):
             estimates.append(_cached(case, holder))
 
@@ -157,9 +157,6 @@ def has_cached(stream: Stream, prefill: Member) -> bool:
         and prefill.id in stream.holders
         and not stream.bars(prefill)
     )
-
-
-# Fetches, for migrate, restore, reuse and split.
 
 
 def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Estimate]) -> None:

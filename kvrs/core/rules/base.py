@@ -30,10 +30,10 @@ class Rule:
     which its policy differs.
     """
 
-    several_targets = False  # The least loaded targets are estimated beside the assigned target.
-    stays = True  # A stream may stay at an instance that re-forms.
-    learns = True  # Measured recovery times correct the predictions.
-    spares_others = False  # A choice is charged for the time that other victims wait.
+    several_targets = False  # True: the least loaded targets are estimated beside the assigned one.
+    stays = True  # True: a stream may stay at an instance that re-forms.
+    learns = True  # True: measured recovery times correct the predictions.
+    spares_others = False  # True: a choice is charged for the time that other victims wait.
 
     def __init__(self, name: PolicyName, weighed: Sequence[RecoveryOption]) -> None:
         self.name = name
