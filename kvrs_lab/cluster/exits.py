@@ -1,8 +1,7 @@
-"""Exits of instances' processes, as their supervisor learns them, and the news of them for the
-proxies.
+"""Exits of instances' processes, found by their supervisor and reported to the proxies.
 
-A proxy refuses a request that has ended several instances (`kvrs.core`). What ended from outside no
-request has ended; the supervising process alone can tell that.
+A proxy refuses a request that has ended several instances (`kvrs.core`). Only the supervising
+process can tell such a death from a kill from outside.
 """
 
 import signal
@@ -15,26 +14,25 @@ from kvrs.ids import InstanceId
 from kvrs.net.admin import AdminClient, AdminError
 from kvrs.protocol.instance import ExitReport
 
-# Signals that end a process and that others send to it. A process that is aborted, or at a fault of
-# its own, has another one.
+# Signals that end a process and that others send to it. An abort or a fault has other signals.
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-# An end by SIGKILL is laid to the kernel where it has ended a process for its memory within this
-# time; it counts that before it sends the signal.
+# A SIGKILL counts as the kernel's if the kernel's count of out-of-memory kills rose within this
+# time. The kernel counts a kill before it sends the signal.
 _KERNEL_KILLED_S = 3.0
 LOOK_INTERVAL_S = 1.0
 
-_CGROUP_FILES = (  # By the controllers of a line of /proc/self/cgroup; "": version 2.
+_CGROUP_FILES = (  # Controllers of a line of /proc/self/cgroup ("": version 2), directory, file.
     ("", "/sys/fs/cgroup", "memory.events"),
     ("memory", "/sys/fs/cgroup/memory", "memory.oom_control"),
 )
 
 
-# Told of the end of a process of an instance.
+# Callback at the end of an instance's process.
 Ended = Callable[[InstanceId, ExitReport], object]
 
 
 def classify(status: int, *, kernel_killed: bool | None) -> tuple[str, bool] | None:
-    """The cause of an end, and whether it came from outside; None: that is not known. Pure.
+    """The cause of an end, and whether the cause came from outside; None: unknown. Pure.
 
     Args:
         status: as of `subprocess`, below 0 minus a signal; 0: it has drained, as it was told to.
@@ -44,7 +42,7 @@ def classify(status: int, *, kernel_killed: bool | None) -> tuple[str, bool] | N
         return f"exit status {status}", status == 0
     try:
         name = signal.Signals(-status).name
-    except ValueError:  # One of real time.
+    except ValueError:  # A real-time signal.
         name = f"signal {-status}"
     if -status == signal.SIGKILL:
         if kernel_killed is None:
@@ -55,8 +53,8 @@ def classify(status: int, *, kernel_killed: bool | None) -> tuple[str, bool] | N
 
 
 class KernelKills:
-    """Processes that the kernel has ended to find memory: in the cgroup of this process, which
-    those that it starts share, or where that is not counted on the whole machine.
+    """Counts processes that the kernel has killed to free memory: in the cgroup of this process and
+    its children, or on the whole machine if the cgroup has no count.
     """
 
     def __init__(self, files: Sequence[Path] | None = None) -> None:
@@ -67,7 +65,7 @@ class KernelKills:
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Before an end, so that kills of long ago are not taken for its cause."""
+        """Update the count, so that old kills are not taken for the cause of a later end."""
         with self._lock:
             count = None if self._file is None else _count(self._file)
             if count is not None and self._count is not None and count > self._count:
@@ -96,7 +94,7 @@ def _files() -> Iterator[Path]:
 
 
 def _count(file: Path) -> int | None:
-    """None: it does not say."""
+    """The count of kills in a file; None: no count."""
     try:
         for line in file.read_text().splitlines():
             key, _, value = line.partition(" ")
@@ -113,16 +111,15 @@ def tell_exit(
     report: ExitReport,
     say: Callable[[str], object],
 ) -> None:
-    """Tell proxies, and each of their workers, of an exit: each in a thread of its own, so that one
-    that hangs delays no other. A proxy that is not reached does without: it is starting, and its
-    streams have met no death.
+    """Tell each proxy worker of an exit, in threads, so that no hanging proxy delays another. An
+    unreachable proxy is skipped: it is starting, and its streams have met no death.
     """
 
     def tell(admin: AdminClient) -> None:
         try:
             admin.note_exit(instance, report)
         except AdminError as error:
-            # Without a status it is not reached; 404 and 409: it has not seen that process up.
+            # No status: unreachable; 404 and 409: the proxy has not seen that process up.
             if error.status not in (None, 404, 409):
                 say(f"a proxy is not told how {instance} ended: {error}")
 

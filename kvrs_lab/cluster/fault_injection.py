@@ -1,5 +1,5 @@
 """Fault injection: signals to processes of this machine, and requests to instances and agents for
-faults that only they can carry out.
+faults inside them.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from kvrs_lab.load.passes import Injection
 WATCH_INTERVAL_S = 0.02
 # Period in which a slowed process is stopped and continued: too short to be detected as a stop.
 SLOW_PERIOD_S = 0.05
-# By then a proxy has detected a death: the kernel closes the watch connection.
+# A proxy detects a death within this time, since the kernel closes the watch connection.
 NOTICE_S = 0.5
 
 _ASKED_OF_INSTANCES = (What.LINK_RATE, What.LINK_CUT, What.CORRUPT_PAGE, What.LOSE_DEVICE)
@@ -96,7 +96,7 @@ def unknown_victims(
 def _unknown_parts(
     number: int, whom: Whom, members: Mapping[InstanceId, InstanceView]
 ) -> Iterator[str]:
-    """A line, if no instance that may be hit has that rank or stage."""
+    """Yield a line if no possible victim has the rank or stage."""
     views = [view for name, view in members.items() if whom.id in (None, name)]
     for what, part, present, nowhere in (
         ("rank", whom.rank, [view.ranks for view in views], "each instance is one process"),
@@ -114,7 +114,7 @@ def _unknown_parts(
 
 
 def members_of(config: Config) -> dict[InstanceId, InstanceView]:
-    """The instances and agents of a cluster of this configuration."""
+    """The instances and agents of a cluster with this configuration."""
     members = {
         instance.id: InstanceView(
             VictimRole(instance.role.value),
@@ -132,7 +132,7 @@ def members_of(config: Config) -> dict[InstanceId, InstanceView]:
 
 
 def rows_of(state: Mapping[str, Any]) -> dict[InstanceId, dict[str, Any]]:
-    """Every instance and agent of a cluster by its id, with a role for each."""
+    """Every instance and agent of a cluster by id, each with a role."""
     agents = [row | {"role": VictimRole.AGENT.value} for row in state.get("agents", [])]
     return {InstanceId(row["id"]): row for row in [*state["instances"], *agents]}
 
@@ -153,8 +153,8 @@ async def _refusals(rows: Iterable[dict[str, Any]], port: AdminPort) -> list[str
 
 
 async def inject_faults(injection: Injection) -> None:
-    """Carry out every fault when it is due, until all are over; page damage ends with the
-    cancellation. A victim that has died meanwhile is noted as `gone`.
+    """Carry out every fault when it is due, until all are over. Page damage ends at cancellation. A
+    victim that has already died is noted as `gone`.
 
     Raises:
         FaultError: a process cannot be hit from here.
@@ -183,7 +183,7 @@ async def inject_faults(injection: Injection) -> None:
 
 
 def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
-    """Every instance and agent that is up, in the form that a schedule needs."""
+    """Every instance and agent that is up, in the form for a schedule."""
     works: Counter[str] = Counter()
     counts: defaultdict[str, dict[StreamId, Phase]] = defaultdict(dict)
     recovering = {row["stream"] for row in state["recoveries"] if row["outcome"] == "running"}
@@ -220,7 +220,7 @@ def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
 class _Injector:
     def __init__(self, injection: Injection) -> None:
         self._injection = injection
-        # Ids and URLs of instances with a fault of their own.
+        # Ids and URLs of instances with a requested fault.
         self._asked: set[tuple[str, str]] = set()
 
     async def carry_out(
@@ -247,12 +247,12 @@ class _Injector:
         gone: list[InstanceId] = []
         if due.fault.what in _ASKED_OF_INSTANCES:
             gone = await self._ask(due, rows)
-            # The time at which the pages were sent is unknown; a link ends its fault itself, and
-            # not earlier. A lost device is lost.
+            # The time of damage to pages is unknown, and a link ends its fault at its time. A lost
+            # device stays lost.
             if due.fault.what is not What.LOSE_DEVICE:
                 lasting.create_task(asyncio.sleep(due.fault.for_s or math.inf))
         else:
-            # All handles first, so that victims of one fault are hit within microseconds.
+            # All handles first, so that the victims of a fault are hit within microseconds.
             opened = {name: await self._open(rows[name], due) for name in due.instances}
             for process in itertools.chain(*opened.values()):
                 _signal(due.fault, process, lasting)
@@ -260,7 +260,7 @@ class _Injector:
         self._injection.carried_out.append(note | ({"gone": gone} if gone else {}))
 
     async def _open(self, row: Mapping[str, Any], due: DueFault) -> list[int]:
-        """Handles on the victims' processes; none if they have died of another fault meanwhile."""
+        """Open handles on the victims' processes; none if they have died of another fault."""
         fault, name = due.fault, InstanceId(row["id"])
         rank, stage = due.ranks.get(name), due.stages.get(name)
         whole_node = fault.whom.node is not None and fault.whom.role is None
@@ -278,18 +278,18 @@ class _Injector:
     async def _has_died(
         self, row: Mapping[str, Any], rank: int | None, stage: int | None = None
     ) -> bool:
-        """Since this row the instance has died, or that rank or host, without which it goes on."""
+        """Return whether the instance, rank or host of this row has died since."""
         await asyncio.sleep(NOTICE_S)
         now = rows_of(await self._injection.port.state())[InstanceId(row["id"])]
         if (now["health"], now["pid"]) != ("up", row["pid"]):
             return True
         if stage is not None:
-            # While a host is waited for, the state still has the one before.
+            # The state names the former host until the next one is there.
             return hosts_of(now).get(stage) != hosts_of(row)[stage] or now["state"] == "reforming"
         return rank is not None and pids_of(now).get(rank) != pids_of(row)[rank]
 
     async def _ask(self, due: DueFault, rows: Mapping[InstanceId, Any]) -> list[InstanceId]:
-        """Returns those that have died of another fault meanwhile, or of which the rank has."""
+        """Request the fault of each victim; return the victims that have died of another fault."""
         gone = []
         for name in due.instances:
             row = rows[name]
@@ -305,13 +305,13 @@ class _Injector:
     async def undo(self) -> None:
         """End the requested faults, so that they do not affect the next run."""
         for name, url in self._asked:
-            # A killed process has lost them anyway.
+            # A killed process has lost its faults anyway.
             with contextlib.suppress(AdminError):
                 await self._injection.port.inject(name, url, NoFault())
 
 
 def _request(due: DueFault, row: Mapping[str, Any]) -> FaultRequest:
-    """The request to this instance or agent."""
+    """The request to one instance or agent."""
     fault, node = due.fault, NodeId(row["node"])
     if fault.what is What.LOSE_DEVICE:
         return DeviceFault(due.ranks.get(InstanceId(row["id"])))

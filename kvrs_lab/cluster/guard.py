@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Ray's helpers start each other while they end; after a few scans without a process none is left.
+# Ray's helpers start each other while they end. A few scans without a process mean the end.
 QUIET_LOOKS = 3
 LOOK_INTERVAL_S = 0.2
 PATIENCE_S = 20.0
@@ -49,19 +49,19 @@ def _writes(process: Path, prefix: str) -> bool:
 
 
 def start_guard(*directories: Path, apart: bool = False) -> subprocess.Popen[bytes]:
-    """Start the guard of the run directory and of other directories to remove; it waits until its
-    standard input is closed. `apart`: it is no child of this process, which may be ended with all
-    its children.
+    """Start the guard of the run directory and of other directories to remove. The guard waits
+    until its standard input is closed. `apart` detaches the guard from this process, which may be
+    ended with all its children.
     """
     command = [sys.executable, "-m", "kvrs_lab.cluster.guard", *map(str, directories)]
     if apart:
-        # A shell gives what it starts in the background no input of its own accord.
+        # A shell gives a background process no input, unless a descriptor is passed.
         command = ["sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *command]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def sweep(run_directory: Path, *others: Path) -> None:
-    """SIGKILL the members until none is left, then remove the directories."""
+    """SIGKILL the members until no member is left, then remove the directories."""
     quiet = 0
     give_up_s = time.monotonic() + PATIENCE_S
     while quiet < QUIET_LOOKS and time.monotonic() < give_up_s:

@@ -32,21 +32,21 @@ from kvrs_lab.cluster.processes import Kind, has_ranks, has_spare, processes_of
 if TYPE_CHECKING:
     from kvrs_engine.engine.instance import LoadedModel
 
-log = logging.getLogger("kvrs_lab.cluster.hosted")  # Not of the module that is run.
+log = logging.getLogger("kvrs_lab.cluster.hosted")  # The module runs as `__main__`.
 
 # The exit status of a process with wrong options or configuration.
 USER_ERRED = 2
 
 
 class Hosted:
-    """`serve` runs until the process is to end."""
+    """One process of a cluster; `serve` runs until the end of the process."""
 
     def __init__(self, config_path: Path, name: InstanceId, line: socket.socket) -> None:
         self._config_path, self._name, self._line = config_path, name, line
         self._document: bytes | None = None
 
     def serve(self) -> None:
-        """Raises KvrsError: it cannot serve."""
+        """Serve until the end. Raises KvrsError: the process cannot serve."""
         config = self.config()
         log_to_stderr(**config.logs.options)
         (process,) = (each for each in processes_of(config) if each.name == self._name)
@@ -60,8 +60,8 @@ class Hosted:
         loaded = self._load(config) if has_spare(config, process) else None
         word, _, number = self._line.recv(MAX_MESSAGE_BYTES).decode().partition(" ")
         if word != "start":
-            return  # What supervises it has ended.
-        # A running cluster may have changed its settings by now.
+            return  # The supervisor has ended.
+        # The settings of a running cluster may have changed.
         config, start = self.config(), int(number)
         secrets = read_secrets(config.security, os.environ)
         match process.kind:
@@ -82,13 +82,13 @@ class Hosted:
             self._report_exit(error.status)
 
     def config(self) -> Config:
-        """The configuration of the file; it is parsed again only if it has changed.
+        """The configuration of the file, parsed again only after a change.
 
         Raises:
             ConfigError: it cannot be read, or holds faults.
         """
         document = b""
-        with suppress(OSError):  # Which the parser reports.
+        with suppress(OSError):  # The parser reports the error.
             document = self._config_path.read_bytes()
         if document != self._document:
             self._config, self._document = load_config(self._config_path), document
@@ -104,9 +104,9 @@ class Hosted:
         self._line.send(message.encode()[:MAX_MESSAGE_BYTES])
 
     def _heard(self) -> None:
-        """Obey the next message, which may be waited for."""
+        """Wait for the next message of the supervisor, and obey."""
         if not self._line.recv(MAX_MESSAGE_BYTES):
-            os._exit(1)  # As if it had been killed: its memory stays as it is.
+            os._exit(1)  # An end like that of a kill: the memory stays as it is.
         signal.raise_signal(signal.SIGHUP)  # "learn"
 
     def _load(self, config: Config) -> "LoadedModel":
@@ -120,7 +120,7 @@ class Hosted:
     async def _serve_instance(
         self, config: Config, start: int, secrets: list[bytes], loaded: "LoadedModel | None"
     ) -> None:
-        """Its epochs are the numbers of its starts."""
+        """Serve an instance, whose epochs are the numbers of its starts."""
         from kvrs_engine.engine.server import serve  # Loads torch.
 
         secret, *older = secrets
@@ -138,17 +138,17 @@ class Hosted:
         )
 
     async def _serve_stage(self, config: Config, secrets: list[bytes]) -> None:
-        """It outlives the processes of the instance."""
+        """Serve a stage host, which outlives the processes of the instance."""
         from kvrs_engine.engine.ranks.host import StageHost, find_stage  # Loads torch.
 
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # The file is read only at the start.
         secret, *older = secrets
         asyncio.get_running_loop().add_reader(self._line, self._heard)
         host = StageHost(config, *find_stage(config, self._name), secret, older)
         await host.serve(self._ready, asyncio.Event())
 
     async def _serve_agent(self, config: Config, node: NodeId, secrets: list[bytes]) -> None:
-        """Its epoch is stored beside its segments."""
+        """Serve an agent, whose epoch is stored beside its segments."""
         from kvrs.agent.server import serve
 
         secret, *older = secrets
@@ -158,10 +158,10 @@ class Hosted:
     def _serve_distserve(
         self, config: Config, node: NodeId, start: int, secrets: list[bytes]
     ) -> None:
-        """A server of DistServe, with a user's command line; it ends with this process."""
+        """Run a DistServe server by its command line; the server ends with this process."""
         ours = ["--kvrs-config", str(self._config_path), "--kvrs-node", node]
         ours += ["--epoch", str(start), "--end-with", str(os.getpid())]
-        # distserve_patches stands beside this package, installed or not.
+        # The package distserve_patches stands beside this package, installed or not.
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
             ENV_NAME: b"\n".join(secrets).decode(),
@@ -183,7 +183,7 @@ class Hosted:
                 while True:
                     self._heard()
 
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # The file is read only at the start.
             threading.Thread(target=listen, name="line", daemon=True).start()
             last = ""
             for line in server.stdout:
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--line", type=int, required=True)
     parser.add_argument("--parent", type=int)
     given = parser.parse_args()
-    os.set_inheritable(given.line, False)  # Open in a child, it would hide the end of this process.
+    os.set_inheritable(given.line, False)  # A child must not keep the line open.
 
     def run(line: socket.socket, name: str) -> NoReturn:
         status = 1
@@ -226,7 +226,7 @@ def main() -> None:
     if given.parent is None:
         run(line, given.name)
     collect_nothing_yet()
-    # What forked processes need.
+    # Imports for forked processes.
     import kvrs_engine.engine.ranks.host
     import kvrs_engine.engine.ranks.rank
     import kvrs_engine.engine.server  # noqa: F401

@@ -1,8 +1,8 @@
-"""Brings a whole cluster up: the proxies on this machine, and behind them instances and agents,
-here or on the machines of a Ray cluster.
+"""Starts a whole cluster: the proxies on this machine, and instances and agents here or on the
+machines of a Ray cluster.
 
 All files of a run are in one private directory, and the agents' segments in another one below
-`backup.directory`; a guard process ends and removes what is left when this process is gone.
+`backup.directory`. A guard process ends and removes the rest when this process is gone.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ STOP_TIMEOUT_S = 15.0
 class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
-    _admin_token: bytes | None = None  # Of the proxies' admin ports.
-    _untold: str | None = None  # Why processes are not told of it, which is tried again.
+    _admin_token: bytes | None = None  # Token of the proxies' admin ports.
+    _untold: str | None = None  # Reason of a failed write, which is tried again.
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Cluster:
         ray: str | None = None,
         launch: UpCommand | None = None,
     ) -> None:
-        """`ray`: the address of a Ray cluster, of which the machines have the nodes; `launch`:
-        where the configuration is from, for the proxies to tell.
+        """Check the configuration. `ray` is the address of a Ray cluster whose machines have the
+        nodes; `launch` is the command that proxies show.
 
         Raises:
             ConfigError: these proxies, or this backend, cannot be started.
@@ -97,8 +97,8 @@ class Cluster:
         self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
         self._signals = EndingSignals()
         self._run = RunDirectory()
-        self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
-        self._environment: dict[str, str] = {}  # Of instances, agents and servers, beside ours.
+        self._ray = LoopbackRay(config, self._run)  # DistServe only.
+        self._environment: dict[str, str] = {}  # Extra variables of instances, agents and servers.
         self.supervisor: MachineSupervisor | RemoteSupervisor = self._remote or MachineSupervisor(
             self._run, self._environment, self._tell_exit
         )
@@ -115,7 +115,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the proxies, then the instances; the guard ends what is left and removes the run
+        """End the proxies, then the instances. The guard ends the rest and removes the run
         directory.
         """
         self._signals.ignore()
@@ -153,7 +153,7 @@ class Cluster:
         return [proxy.admin.url for proxy in self.proxies]
 
     def state(self, proxy: int | None = None) -> Any:
-        """`/kvrs/v1/state` of a proxy; without a number, of the first that answers.
+        """`/kvrs/v1/state` of a proxy; without a number, of the first proxy that answers.
 
         Raises:
             AdminError: it does not answer, or not with a state.
@@ -190,8 +190,8 @@ class Cluster:
         return [int(rows[name]["pid"]) for name in names]
 
     def wait_all_up(self, timeout_s: float | None = None) -> float:
-        """Wait until every proxy sees every instance, agent and other proxy up; the seconds it
-        took. `timeout_s`: None, as long as a process may take to start.
+        """Wait until every proxy sees every instance, agent and other proxy up; return the seconds.
+        `timeout_s` None: the longest start of a process.
         """
         limit_s = START_TIMEOUT_S if timeout_s is None else timeout_s
         started_s = time.monotonic()
@@ -203,8 +203,8 @@ class Cluster:
         return time.monotonic() - started_s
 
     def down(self) -> dict[str, str]:
-        """The health of every process that is not up in the state of some proxy, but for instances
-        and agents that were removed there.
+        """The health of every process that is not up in some proxy's state. Instances and agents
+        that the proxy has removed are left out.
         """
         down: dict[str, str] = {}
         for number, proxy in enumerate(self.proxies):
@@ -223,7 +223,7 @@ class Cluster:
     def _start(self) -> None:
         security = self.config.security
         if self._remote is None and security.secret_file is None and ENV_NAME not in os.environ:
-            os.environ[ENV_NAME] = secrets.token_hex(32)  # For this run; other clients have none.
+            os.environ[ENV_NAME] = secrets.token_hex(32)  # Secret of this run only.
         self.secret = read_secret(security, os.environ)
         tokens = read_admin_tokens(security, os.environ)
         self._admin_token = tokens[0] if tokens else None
@@ -248,8 +248,8 @@ class Cluster:
         self.wait_all_up()
 
     def follow_fleet(self) -> None:
-        """Place nodes that were lost with their machines again, and tell all processes where they
-        are now: they fetch pages from them, and send checkpoints there.
+        """Place nodes again that were lost with their machines, and tell all processes the new
+        addresses for pages and checkpoints.
 
         Raises:
             LaunchError: Ray does not answer any more.
@@ -262,12 +262,12 @@ class Cluster:
             try:
                 self._write_files()
                 self._untold = None
-            except OSError as error:  # A disk is full.
+            except OSError as error:  # The disk is full.
                 if self._untold != str(error):
                     self._progress(f"instances are not told of others: {error}")
                 self._untold = str(error)
         for number in [*self._behind]:
-            with contextlib.suppress(AdminError):  # It may not know yet that they were lost.
+            with contextlib.suppress(AdminError):  # The proxy may not have seen the loss yet.
                 self.proxies[number].admin.reload()
                 self._behind.discard(number)
 
@@ -308,7 +308,7 @@ class Cluster:
         tell_exit(admins, instance, report, self._progress)
 
     def _spawn_proxy(self, name: str) -> subprocess.Popen[bytes]:
-        """The environment's settings are in its file already, each proxy's own beside them."""
+        """Start a proxy with its own file, which contains the environment's settings."""
         arguments = [
             "-m",
             "kvrs",
@@ -322,8 +322,8 @@ class Cluster:
         return self._run.spawn(name, *arguments)
 
     def check(self) -> None:
-        """Raises LaunchError: DistServe's Ray has ended, no proxy can be restarted, or one never
-        served.
+        """Raises LaunchError: DistServe's Ray has ended, or no proxy can be restarted, or a proxy
+        never served.
         """
         states = [proxy.status for proxy in self.proxies]
         none_serves = all(state.fault is not None for state in states)

@@ -10,18 +10,17 @@ from kvrs.config.file import Config
 from kvrs_lab.cluster.processes import LaunchError, gpus_of
 from kvrs_lab.cluster.run_directory import RunDirectory
 
-# Ray holds no tensors of ours; it only needs some shared memory.
+# Ray holds none of the tensors, but needs some shared memory.
 OBJECT_STORE_BYTES = 80 << 20
 
 ENVIRONMENT = {
-    # One thread per process: several engines share the cores, and KV is exact only with one order
-    # of additions.
+    # One thread per process: engines share the cores, and exact KV needs one order of additions.
     "OMP_NUM_THREADS": "1",
     # Despite its name this variable keeps every socket of Ray on loopback.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # kvrs reports deaths itself; Ray's paragraph about each is not shown.
+    # Hide Ray's messages about deaths, which kvrs reports itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "worker died or was killed|Raylet is "
     "terminated|has been marked dead",
 }
@@ -29,19 +28,19 @@ ENVIRONMENT = {
 
 @cache
 def ray_token() -> str:
-    """One token for all clusters of this process: Ray reads it once and remembers it."""
+    """Return one token for all clusters of this process, since Ray reads the token only once."""
     return secrets.token_hex(32)
 
 
 class LoopbackRay:
-    """Runs from `start` to `stop`."""
+    """The Ray of one run, from `start` to `stop`."""
 
     def __init__(self, config: Config, run: RunDirectory) -> None:
         self._config, self._run = config, run
         self._node: Any = None
 
     def start(self) -> str:
-        """Its address, for processes that join it."""
+        """Start Ray; return its address for processes that join."""
         os.environ.update(RAY_AUTH_TOKEN=ray_token(), RAY_TMPDIR=str(self._run.path), **ENVIRONMENT)
         import ray
 
@@ -59,7 +58,7 @@ class LoopbackRay:
 
     def check(self) -> None:
         """Raises LaunchError: Ray has ended."""
-        # Ray's public functions ask the very processes that may be gone.
+        # Ray's public functions call the processes that may be gone.
         for name, process in () if self._node is None else self._node.dead_processes():
             if name in ("raylet", "gcs_server"):
                 raise LaunchError(

@@ -10,7 +10,7 @@ from kvrs.ids import NodeId
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """A node of Ray that is alive. A machine that comes back has another id."""
+    """A Ray node that is alive. A machine that comes back has another id."""
 
     id: str
     address: str
@@ -20,11 +20,10 @@ class Machine(msgspec.Struct, frozen=True):
 def place(
     nodes: Sequence[NodeSettings], machines: Sequence[Machine], placed: Mapping[NodeId, Machine]
 ) -> dict[NodeId, Machine]:
-    """Machines for nodes that have none, as far as there are any.
+    """Place nodes without a machine, as far as machines have room.
 
-    A node lies on the machine at its address; or, with `ray`, on one that has this resource, of
-    which each node there takes one: the machine with the fewest nodes, the first of these by
-    address.
+    A node lies on the machine at its address. A node with `ray` takes one of this resource, on the
+    able machine with the fewest nodes, then the lowest address.
     """
     found: dict[NodeId, Machine] = {}
     for node in nodes:
@@ -59,7 +58,7 @@ def host_of(node: NodeSettings) -> str:
 
 
 def moved(config: Config, placed: Mapping[NodeId, Machine]) -> Config:
-    """The configuration with the addresses of the machines."""
+    """Put the addresses of the machines into the configuration."""
 
     def at(node: NodeSettings) -> NodeSettings:
         if (machine := placed.get(node.id)) is None:
@@ -81,7 +80,7 @@ def faults_without_ray(config: Config) -> Iterator[str]:
 
 
 def faults_of_ray(config: Config) -> Iterator[str]:
-    """Why a configuration cannot run on machines of a Ray cluster."""
+    """Reasons against running a configuration on machines of a Ray cluster."""
     cluster = config.cluster
     if cluster.backend is not Backend.EMBEDDED or cluster.engine.device != "cpu":
         yield (

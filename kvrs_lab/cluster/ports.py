@@ -1,5 +1,5 @@
-"""Fixed ports for a whole run: proxies, instances and agents have the same addresses after a
-restart.
+"""Fixed ports for a whole run, so that proxies, instances and agents keep their addresses at
+restarts.
 """
 
 import contextlib
@@ -19,19 +19,18 @@ from kvrs.config.proxy import ADMIN_PORT_STEP, ProxySettings
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.errors import ConfigError
 
-# Below the range of ports for outgoing connections: while a process is down, its port must not be
-# assigned to another one.
+# The range lies below the ports of outgoing connections: the port of a dead process must not be
+# assigned to another process.
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 
 _PROXY_PORTS = ("port", "admin_port", "peer_port", "gossip_port")
-# Each worker of a proxy has one of these: the distance between them.
+# Distance between the ports of a proxy's workers.
 _STEPS_OF_WORKERS = {"admin_port": ADMIN_PORT_STEP, "peer_port": 1, "gossip_port": 1}
 
 
 def several_proxies(proxy: ProxySettings, count: int) -> list[ProxySettings]:
-    """The settings of `count` proxies like this one, each with an id, ports and an event log of its
-    own, without peers. Where the file gives a port, that of the next proxy, or of its first worker,
-    lies as far above it as the admin port of a further worker would.
+    """Derive the settings of `count` proxies, each with its own id, ports and event log, and
+    without peers. A given port is offset per proxy, like the admin port of a further worker.
 
     Raises:
         ConfigError: the file names peers itself.
@@ -57,8 +56,7 @@ def several_proxies(proxy: ProxySettings, count: int) -> list[ProxySettings]:
 
 
 def resolve_ports(config: Config) -> Config:
-    """The same configuration with every port 0 of proxy, instances, and agents (if any will run)
-    replaced by a free one.
+    """Replace every port 0 of proxy, instances, and agents (if any) by a free port.
 
     Raises:
         ConfigError: a given port is in use; the message names it.
@@ -72,8 +70,8 @@ def resolve_all(
     *,
     nodes_too: bool = True,
 ) -> list[Config]:
-    """The same for several proxies of one cluster: a configuration for each, in which the others
-    are its peers. Without `nodes_too` instances and agents are on other machines.
+    """Resolve the ports of several proxies of one cluster. Return a configuration for each proxy,
+    with the others as peers. Without `nodes_too` instances and agents are on other machines.
 
     Raises:
         ConfigError: a given port is in use, or given twice; the message names it.
@@ -97,7 +95,7 @@ def resolve_all(
 
 
 def _wanted(config: Config, nodes: list[Any], sections: list[Any]) -> list[tuple[Any, str, str]]:
-    """Every port to listen on: its section, its key there, and a label."""
+    """Every port to listen on: section, key, and label."""
     with_gossip = ("gossip_port",) if config.gossip.enabled else ()
     wanted = []
     for section in sections:
@@ -126,9 +124,7 @@ def _wanted(config: Config, nodes: list[Any], sections: list[Any]) -> list[tuple
 
 
 def _choose(wanted: list[tuple[Any, str, str]]) -> None:
-    """Replace every port 0 by a free port; raises ConfigError for given ports that are not
-    available.
-    """
+    """Replace every port 0 by a free port. Raises ConfigError for unavailable given ports."""
     faults: list[str] = []
     taken = {port for section, key, _ in wanted if section[key] for port in _span(section, key)}
     names: dict[tuple[str, int], str] = {}
@@ -136,7 +132,7 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
         for section, key, name in wanted:
             host, port = _bound(section, key), section[key]
             ports = _span(section, key)
-            # The system would assign it to both, until one of them listens.
+            # The system would bind both processes, until one listens.
             if port and (
                 other := next(
                     (
@@ -168,19 +164,19 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
 
 
 def _bound(section: Any, key: str) -> str:
-    """Where the port listens, which may be another address than others reach it at."""
+    """The address on which the port listens, which may differ from the address for others."""
     found: str = section.get("bind") or section.get(HOST_OF_PORT[key]) or section["host"]
     return found
 
 
 def _span(section: Any, key: str) -> range:
-    """All ports that belong to one."""
+    """All ports of a setting, one per worker."""
     first, step = section[key], _STEPS_OF_WORKERS.get(key, 0)
     return range(first, first + max(1, step * section.get("workers", 1)), max(1, step))
 
 
 def _bind_all(held: contextlib.ExitStack, host: str, ports: range, taken: Set[int]) -> int:
-    """Bind these ports, from 0 on as many free ones; return the first."""
+    """Bind these ports, or free ones if the first is 0; return the first."""
     if ports[0]:
         for port in ports:
             held.enter_context(_bind(host, port))
@@ -188,7 +184,7 @@ def _bind_all(held: contextlib.ExitStack, host: str, ports: range, taken: Set[in
     while True:
         first = random.randrange(FIRST_PORT, LAST_PORT)
         chosen = range(first, first + ports.step * len(ports), ports.step)
-        # Two of our own processes could both bind it: SO_REUSEADDR allows that until one listens.
+        # SO_REUSEADDR lets two processes bind a port until one of them listens.
         if not taken.isdisjoint(chosen) or not all(map(_reserve, chosen)):
             continue
         try:
@@ -198,16 +194,16 @@ def _bind_all(held: contextlib.ExitStack, host: str, ports: range, taken: Set[in
                 held.push(bound.pop_all())
             return first
         except OSError as error:
-            # On a host that is not this machine, no port is free.
+            # A host that is not this machine has no free port.
             if error.errno != errno.EADDRINUSE:
                 raise
 
 
 def _reserve(port: int) -> bool:
-    """Keep a chosen port from the other clusters of this user on this host until this process ends.
+    """Reserve a port against other clusters of this user until this process ends.
 
-    A port is free for them between its choice and the first listen, and whenever its process is
-    down. The reservation is a lock of the byte `port` of one file, which the system releases.
+    A chosen port is unbound before its first listen and whenever its process is down. The
+    reservation is a lock on byte `port` of a file, which the system releases.
     """
     file = _reservations()
     if file is None:
@@ -221,7 +217,7 @@ def _reserve(port: int) -> bool:
 
 @functools.cache
 def _reservations() -> int | None:
-    """The file of reservations; never closed, since that would release them. None without one."""
+    """The file of reservations, kept open since closing releases them; None: no file."""
     path = Path(tempfile.gettempdir()) / f"kvrs_ports_{os.getuid()}"
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""The processes of a cluster beside the proxies, by backend."""
+"""The processes of a cluster by backend, without the proxies."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -12,24 +12,24 @@ from kvrs.config.file import Config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
 
-# The longest time that `kvrs lab up` waits for processes that start.
+# Longest wait of `kvrs lab up` for a process to start.
 START_TIMEOUT_S = 600.0
-_CONVERSION_S = 1800.0  # DistServe converts the weights of a model before it loads them first.
+_CONVERSION_S = 1800.0  # DistServe converts a model's weights before their first load.
 
-Progress = Callable[[str], object]  # Takes a line about what is done.
+Progress = Callable[[str], object]  # Takes a line about progress.
 
 
 class LaunchError(KvrsError):
-    """The cluster did not come up, or cannot go on; the message names the process and ends with its
+    """A cluster did not start, or cannot continue. The message names the process and ends with its
     last log lines.
     """
 
 
 class Kind(StrEnum):
-    INSTANCE = "instance"  # Of the embedded engine.
-    STAGE = "stage host"  # Of an instance with its own process elsewhere.
+    INSTANCE = "instance"  # Embedded engine.
+    STAGE = "stage host"  # Stage of an instance whose own process is elsewhere.
     AGENT = "agent"
-    SERVER = "DistServe server"  # Both instances of its node.
+    SERVER = "DistServe server"  # Both instances of a node.
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 def processes_of(config: Config) -> list[Process]:
-    """Raises ConfigError: kvrs does not start engines of this backend."""
+    """List the processes. Raises ConfigError: kvrs cannot start engines of this backend."""
     return list(_processes(config))
 
 
@@ -84,7 +84,7 @@ def _processes(config: Config) -> Iterator[Process]:
 
 
 def instances_in(config: Config, process: Process) -> list[InstanceId]:
-    """The instances that end with the process; a stage host's are of another one as well."""
+    """The instances that end with the process. A stage host ends none."""
     match process.kind:
         case Kind.INSTANCE:
             return [process.name]
@@ -98,7 +98,7 @@ def instances_in(config: Config, process: Process) -> list[InstanceId]:
 
 
 def has_ranks(config: Config, process: Process) -> bool:
-    """The process has those of ranks below it."""
+    """Return whether the process has rank processes below it."""
     return process.kind is Kind.STAGE or any(
         instance.ranks > 1 and instance.own_stages
         for _, instance in config.cluster.instances()
@@ -107,8 +107,8 @@ def has_ranks(config: Config, process: Process) -> bool:
 
 
 def has_spare(config: Config, process: Process) -> bool:
-    """The following process is made and loaded before this one ends: where memory outlives it. The
-    memory of ranks ends with their instance.
+    """Return whether a spare successor is made and loaded beforehand, since memory outlives the
+    process. The memory of ranks ends with their instance.
     """
     if process.kind is not Kind.INSTANCE or not config.state_plane.enabled:
         return False
@@ -117,8 +117,7 @@ def has_spare(config: Config, process: Process) -> bool:
 
 
 def gpus_of(config: Config) -> int | None:
-    """The logical GPUs that DistServe's workers need where there are no real ones; None: Ray counts
-    the real ones.
+    """The logical GPUs that DistServe's workers need without real GPUs; None: Ray counts real ones.
 
     Raises:
         ConfigError: a flag of DistServe has no number.

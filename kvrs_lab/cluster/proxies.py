@@ -1,4 +1,4 @@
-"""The proxies of a cluster: one process each, restarted at the same ports whenever it ends."""
+"""The proxies of a cluster: one process each, restarted at the same ports after an end."""
 
 import contextlib
 import signal
@@ -13,8 +13,7 @@ from kvrs_lab.cluster.supervised import Supervised
 
 LOOK_INTERVAL_S = 0.05
 _LOOK_TIMEOUT_S = 1.0
-# After each start in turn that did not take a request; from the last one on others may serve
-# meanwhile.
+# Pauses after failed starts in turn. After the last pause other proxies may serve.
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -57,11 +56,11 @@ class ProxyProcess(Supervised):
 
     @property
     def pid(self) -> int | None:
-        """The process id, of the last process if there is none."""
+        """The process id, also of a process that has ended."""
         return None if self._process is None else self._process.pid
 
     def signal(self, number: signal.Signals) -> int:
-        """Signal the process; return its id. It is restarted if it ends."""
+        """Signal the process; return its id. An ended process is restarted."""
         with self._lock:
             assert self._process is not None
             self._process.send_signal(number)
@@ -72,7 +71,7 @@ class ProxyProcess(Supervised):
         with self._lock:
             self._closing.set()
             if self._process is not None:
-                # Two different signals, because two of a kind may arrive as one.
+                # Two equal signals may arrive as one.
                 self._process.send_signal(signal.SIGTERM)
                 self._process.send_signal(signal.SIGINT)
 
@@ -98,7 +97,7 @@ class ProxyProcess(Supervised):
         return f"{self.settings.id} {failure}{often}\n{self._log_tail()}"
 
     def _wait_until_served(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait until it accepts requests, or ends before; True if it accepts them."""
+        """Wait until the process accepts requests; return False if it ends first."""
         while process.poll() is None:
             with contextlib.suppress(AdminError):
                 self.admin.get("/healthz", _LOOK_TIMEOUT_S)

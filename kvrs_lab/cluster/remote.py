@@ -1,8 +1,8 @@
-"""Processes on the machines of a Ray cluster that runs already.
+"""Processes on the machines of a running Ray cluster.
 
-Each node of the configuration has an actor of Ray, which supervises its processes on a machine. The
-machine's own directories hold its files, and the secret is read there: Ray carries the
-configuration, which has none, and no request, token or page.
+Each node of the configuration has a Ray actor, which supervises the node's processes on a machine.
+Files are in the machine's own directories, and the secret is read there. Ray carries only the
+configuration, which has no secret, and no request, token or page.
 """
 
 import logging
@@ -28,13 +28,13 @@ from kvrs_lab.cluster.supervised import MachineSupervisor, ProcessStatus
 
 _ANSWER_S = 10.0
 _JOIN_S = 1.0
-_EXITS = "exits"  # Calls to an actor that wait, beside the others.
-# At another machine the number of starts goes on above all that were seen.
+_EXITS = "exits"  # Concurrency group of waiting calls to an actor.
+# The number of starts at another machine continues above all seen numbers.
 _STARTS_UNSEEN = 1000
 
 
 class NodeSupervisor(MachineSupervisor):
-    """One per node. Its calls come one after another; `next_exit` has a thread of its own."""
+    """The supervisor of one node. Calls are serial; `next_exit` has its own thread."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
@@ -42,11 +42,11 @@ class NodeSupervisor(MachineSupervisor):
         super().__init__(RunDirectory(), {}, lambda *news: self._exits.put(news))
 
     def begin(self, config: Config, starts: int, secret_mark: str) -> str | None:
-        """Start the node's processes; why not, or None. `starts`: how many there have been before,
-        at any machine.
+        """Start the node's processes; return the reason of a failure, or None. `starts` is the
+        number of earlier starts at any machine.
         """
         try:
-            # Beyond this process, which Ray ends with all its children.
+            # The guard must survive this process, which Ray ends with all its children.
             self._run.guard(config, apart=True)
             if mark_of(read_secret(config.security, os.environ)) != secret_mark:
                 return "the secret there is another one; allowed: the same at all machines"
@@ -58,29 +58,29 @@ class NodeSupervisor(MachineSupervisor):
         return None
 
     def next_exit(self) -> tuple[InstanceId, ExitReport] | None:
-        """Wait for the end of a process of an instance; None: `stop` was called."""
+        """Wait for the end of an instance's process; None: `stop` was called."""
         return self._exits.get()
 
     def stop(self) -> None:
-        """End all processes, and leave nothing behind."""
+        """End all processes, and remove all files."""
         self._exits.put(None)
         super().stop()
-        self._run.close()  # Waits for the shell that has started the guard.
+        self._run.close()  # Waits for the shell that started the guard.
         give_up_s = time.monotonic() + PATIENCE_S
         while self._run.path.exists() and time.monotonic() < give_up_s:
             time.sleep(0.05)
 
 
 def mark_of(secret: bytes) -> str:
-    """Equal for equal secrets, and tells nothing else of one."""
+    """A digest to compare secrets, which reveals nothing else."""
     return derive(secret, b"kvrs-ray")[:16].hex()
 
 
 class RemoteSupervisor:
-    """`join`, then `start`, then `look` now and again until `stop`. Calls come from one thread."""
+    """Supervises a cluster on Ray: `join`, `start`, then `look` until `stop`, in one thread."""
 
     def __init__(self, address: str, progress: Progress, ended: Ended) -> None:
-        """`ended` is called from other threads."""
+        """Create a supervisor; `ended` is called from other threads."""
         self._address, self._progress, self._ended = address, progress, ended
         self._following: list[threading.Thread] = []
         self._placed: dict[NodeId, Machine] = {}
@@ -91,7 +91,7 @@ class RemoteSupervisor:
         self._runs = False
 
     def join(self, config: Config) -> Config:
-        """Join Ray, and place all nodes; the configuration with their addresses.
+        """Join Ray and place all nodes; return the configuration with their addresses.
 
         Raises:
             ConfigError: it cannot run there, or a node has no machine.
@@ -123,7 +123,7 @@ class RemoteSupervisor:
         return moved(config, self._placed)
 
     def start(self, processes: Iterable[Process], config: Config) -> None:
-        """Raises LaunchError: a machine cannot start its processes."""
+        """Start the processes. Raises LaunchError: a machine cannot start its processes."""
         self._node_of = {process.name: process.node for process in processes}
         self._create(config, self._placed, 0)
 
@@ -135,7 +135,7 @@ class RemoteSupervisor:
         supervisor = ray.remote(concurrency_groups={_EXITS: 1})(NodeSupervisor)
         for node, machine in placed.items():
             at = NodeAffinitySchedulingStrategy(machine.id, soft=False)
-            # Not restarted by Ray: it may be placed on another machine.
+            # Ray must not restart an actor, since it may choose another machine.
             options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": at}
             actor = self._actors[node] = supervisor.options(**options).remote(node)
             started[node] = actor.begin.remote(config, starts, self._mark)
@@ -157,7 +157,7 @@ class RemoteSupervisor:
             following.start()
 
     def _follow(self, actor: Any) -> None:
-        """Tell of the ends of its processes, until it ends itself."""
+        """Report the ends of an actor's processes, until the actor ends."""
         import ray
 
         next_exit = actor.next_exit.options(concurrency_group=_EXITS)
@@ -168,8 +168,8 @@ class RemoteSupervisor:
             return
 
     def look(self, config: Config) -> Config | None:
-        """The configuration with other addresses, where a node that was lost lies elsewhere now or
-        on its machine again; its processes start.
+        """Place lost nodes again and start their processes; return the configuration with their new
+        addresses, if any.
 
         Raises:
             LaunchError: Ray does not answer any more.
@@ -203,7 +203,7 @@ class RemoteSupervisor:
         return config
 
     def status(self) -> dict[InstanceId, ProcessStatus]:
-        """States of all processes; of a node that is not reached, the last known ones."""
+        """The states of all processes; of an unreachable node, the last known states."""
         import ray
 
         asked = {node: actor.status.remote() for node, actor in self._actors.items()}
@@ -239,7 +239,7 @@ class RemoteSupervisor:
 
         if stopping := [actor.stop.remote() for actor in self._actors.values()]:
             ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_S)
-        for following in self._following:  # They must not ask any more.
+        for following in self._following:  # The threads must end before Ray shuts down.
             following.join(_JOIN_S)
         ray.shutdown()
 

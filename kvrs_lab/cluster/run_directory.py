@@ -1,5 +1,5 @@
-"""The files of one run: a private directory with its configuration and log files, and another one
-for the agents' segments, which a killed agent leaves to its successor. The guard removes both.
+"""The files of one run: a private directory with configurations and logs, and a directory for the
+agents' segments, which outlive a killed agent. The guard removes both.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from kvrs.errors import ConfigError
 from kvrs_lab.cluster.guard import start_guard
 from kvrs_lab.cluster.processes import LaunchError, Progress
 
-# Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
+# Ray puts Unix sockets 67 characters below its directory, and socket paths have at most 107.
 _LONGEST = 40
 _TAIL_LINES = 20
 
 
 class RunDirectory:
-    """Each process of the run writes a log file in it, which marks them for the guard."""
+    """The directory of a run. Processes write log files there, which mark them for the guard."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="kvrs-"))
@@ -32,19 +32,19 @@ class RunDirectory:
         self._owned: Config | None = None
 
     def guard(self, config: Config, *, apart: bool = False) -> None:
-        """Start the guard, before anything else is made. `apart`: as `start_guard`."""
+        """Start the guard, before any other file is made; `apart` as in `start_guard`."""
         self._guard = start_guard(self.path, segments_of(config, self.path), apart=apart)
 
     def close(self) -> None:
-        """Have the guard end what is left, and remove the files."""
+        """Let the guard end the rest and remove the files."""
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.close()
         self._guard.wait()
 
     def own(self, config: Config, progress: Progress = lambda line: None) -> Config:
-        """The configuration with segments of this run, and with a model where it names none; both
-        are made the first time.
+        """The configuration with this run's segments, and with a generated model if none is named.
+        Both are made on the first call.
 
         Raises:
             ConfigError: there can be no segments.
@@ -67,7 +67,7 @@ class RunDirectory:
         progress("generating a tiny random model")
         drafts, model = config.speculation, self.path / "tiny-llama"
         is_pair = drafts.source is DraftSourceName.DRAFT and drafts.draft is None
-        # In a process of its own, so that the launcher never loads torch.
+        # A separate process, so that the launcher never loads torch.
         pair = self.path / "pair"
         arguments = ["--pair", str(pair)] if is_pair else [str(model)]
         seed = str(config.cluster.engine.seed)
@@ -82,18 +82,18 @@ class RunDirectory:
         return config.model_copy(update={"cluster": cluster, "speculation": drafts})
 
     def spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """A Python process with a log file of this run. Ctrl-C at a terminal does not reach it."""
+        """Start a Python process with a log file. Ctrl-C at a terminal does not reach it."""
         with self.open_log(log_name) as log:
             return subprocess.Popen(
                 [sys.executable, *arguments], stdout=log, stderr=log, process_group=0
             )
 
     def config_path(self, proxy: str = "config") -> Path:
-        """Path of the configuration of a proxy; without one, of all other processes."""
+        """Path of a proxy's configuration; by default, that of all other processes."""
         return self.path / f"{proxy}.yaml"
 
     def write_config(self, config: Config, proxy: str = "config") -> None:
-        """A process that starts reads the one before or this one, whole.
+        """Replace a configuration file atomically, so that no process reads a part of it.
 
         Raises:
             OSError: it cannot be written; the one before stays.
@@ -123,12 +123,12 @@ class RunDirectory:
 
 
 def segments_of(config: Config, run_directory: Path) -> Path:
-    """The directory of the agents' segments of a run, below `backup.directory`."""
+    """The directory of a run's agent segments, below `backup.directory`."""
     return Path(config.backup.directory) / run_directory.name
 
 
 def with_segments(config: Config, run_directory: Path) -> Config:
-    """The configuration with that directory, which is made, if agents run. Other users have no
+    """The configuration with a new directory for segments, if agents run. Other users have no
     access.
 
     Raises:

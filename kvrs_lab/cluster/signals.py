@@ -1,4 +1,4 @@
-"""Handlers of the signals that end a launcher, while a cluster starts, runs and ends."""
+"""Handlers of the signals that end a launcher, for the start, run and end of a cluster."""
 
 import signal
 import threading
@@ -6,20 +6,20 @@ from types import FrameType
 from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A callback of a library may swallow an interrupt: it is raised again until the end has begun.
+# A library's callback may swallow an interrupt, which is repeated until the end has begun.
 _AGAIN_S = 1.0
 
 
 class EndingSignals:
-    """Replaces the handlers and restores them at the end. Does nothing outside of the main thread.
+    """Replaces signal handlers, and restores them at the end. Only the main thread has an effect.
 
-    Ray installs handlers of its own while it starts, so earlier ones have to be restored.
+    Ray installs its own handlers when it starts, so earlier handlers have to be restored.
     """
 
     def __init__(self) -> None:
         self._found: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            # An ignored signal (nohup) stays ignored, and a handler not set from Python cannot be
+            # An ignored signal (nohup) stays ignored. A handler not set from Python cannot be
             # restored.
             self._found = {
                 one: found
@@ -28,21 +28,17 @@ class EndingSignals:
             }
 
     def interrupt(self) -> None:
-        """Each signal raises KeyboardInterrupt, also during a start, and again until `ignore`."""
+        """Make each signal raise KeyboardInterrupt, again and again until `ignore`."""
         for one in self._found:
             signal.signal(one, _raise_interrupt)
 
     def hand_back(self) -> None:
-        """Each signal has its former effect; but one that would end the process at once raises, so
-        that the cluster is ended first.
-        """
+        """Restore the former handlers; a default one raises, so that the cluster ends first."""
         for one, found in self._found.items():
             signal.signal(one, _raise_interrupt if found is signal.SIG_DFL else found)
 
     def ignore(self) -> None:
-        """No signal has an effect: the end is under way, and half an end would leave processes
-        behind.
-        """
+        """Ignore all signals during the end, since half an end would leave processes behind."""
         if self._found:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         for one in self._found:

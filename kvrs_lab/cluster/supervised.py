@@ -1,8 +1,8 @@
-"""Processes that are kept running: another one follows each whenever it ends.
+"""Supervised processes, each restarted when it ends.
 
-Instances, servers of DistServe, agents and hosts of stages have a line to their supervisor, one of
-a pair of connected sockets. Such a process ends at once when the line is closed, and the line
-closes when it ends.
+Instances, DistServe servers, agents and stage hosts have a line to their supervisor: one of a pair
+of connected sockets. Such a process ends at once when the line is closed, and the line closes when
+the process ends.
 
     to a process:  "start N"; then "learn" (read the file again)
     from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
@@ -37,19 +37,19 @@ from kvrs_lab.cluster.processes import (
 )
 from kvrs_lab.cluster.run_directory import RunDirectory
 
-# How often a process is started, in all, that ends during its start without a reason of its own.
+# Limit of starts, in all, that end during the start without a reported reason.
 STARTS = 3
 LOOK_INTERVAL_S = 0.05
-# After a start of an instance or agent that did not get as far as serving.
+# Pauses after starts of an instance or agent that did not serve.
 PAUSES_S = (0.5,)
 _SAY_INTERVAL_S = 10.0
 _JOIN_S = 5.0
 
 Made = subprocess.Popen[bytes] | AdoptedChild
-# With its end of its line; raises OSError, KvrsError.
+# Makes a process with its end of the line; raises OSError, KvrsError.
 Make = Callable[[socket.socket], Made]
-# Told of the end of one that has served: the number of its start, and its status as of
-# `subprocess`; None: not known.
+# Called at the end of a process that has served: the number of its start, and its status as of
+# `subprocess`; None: unknown.
 TellEnd = Callable[[int, int | None], object]
 
 
@@ -59,32 +59,32 @@ class ProcessStatus:
 
     starts: int = 0
     has_served: bool = False
-    fault: str | None = None  # Why it cannot serve, as it is configured.
+    fault: str | None = None  # Reason of a failure to serve.
 
 
 class Supervised(ABC):
-    """One process, and those that follow it, in a thread from `start` to `close`."""
+    """One process and its successors, in a thread from `start` to `close`."""
 
     def __init__(self, name: str, pauses_s: Sequence[float], starts: int = 0) -> None:
-        """`pauses_s`: after one, two and more starts in turn that did not get as far as serving.
-        `starts`: how many there have been before.
+        """Create a supervisor. `pauses_s` are the pauses after failed starts in turn. `starts` is
+        the number of earlier starts.
         """
         self.status = ProcessStatus(starts)
         self._pauses_s = pauses_s
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # No process is started after the end has begun.
+        self._lock = threading.Lock()  # Guards against a start after the end has begun.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until it is over, after `close`, or where a first process has a fault."""
-        if self._thread.ident is not None:  # A signal may come before it is started.
+        """Wait for the end, after `close` or after the first process has a fault."""
+        if self._thread.ident is not None:  # A signal may come before the thread is started.
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        failures = 0  # Starts in turn.
+        failures = 0  # Failed starts in turn.
         while not self._closing.is_set():
             try:
                 failure, is_made = self._run_one(), True
@@ -95,19 +95,19 @@ class Supervised(ABC):
             elif not self._closing.is_set():
                 failures += 1
                 self.status.fault = self._fault(failure, failures)
-                # What follows a first process would have its fault, too.
+                # A successor of the first process would have the same fault.
                 if is_made and self.status.fault is not None and not self.status.has_served:
                     break
                 self._closing.wait(self._pauses_s[min(failures, len(self._pauses_s)) - 1])
 
     @abstractmethod
     def _run_one(self) -> str | None:
-        """Run a process until it has ended; why it did not serve, or None. Raises OSError,
-        KvrsError: none can be made.
+        """Run a process until its end; return why it did not serve, or None. Raises OSError,
+        KvrsError: no process can be made.
         """
 
     def _fault(self, failure: str, failures: int) -> str | None:
-        """The fault that a failure to serve is, the last one of so many in turn."""
+        """The fault to report for a failure, the last of `failures` in turn."""
         return failure or None
 
     def _note_served(self) -> None:
@@ -115,7 +115,7 @@ class Supervised(ABC):
 
 
 class WithLine(Supervised):
-    """A process with a line; with a spare, the following one is made and loaded beforehand."""
+    """A process with a line; a spare successor is made and loaded beforehand."""
 
     def __init__(
         self,
@@ -129,16 +129,16 @@ class WithLine(Supervised):
         super().__init__(name, PAUSES_S, starts)
         self._make, self._with_spare, self._tell_end = make, with_spare, tell_end
         self._spare: tuple[socket.socket, Made] | None = None
-        # Of the process that starts or serves, and of the last one.
+        # The current process with its line, or the last process.
         self._line: socket.socket | None = None
         self._process: Made | None = None
 
     def learn(self) -> None:
-        """Have the process read its file again."""
+        """Make the process read its file again."""
         self._tell("learn")
 
     def close(self) -> None:
-        """End the process at once; none follows it."""
+        """End the process at once, without a successor."""
         self._closing.set()
         with self._lock:
             if self._process is not None:
@@ -190,7 +190,7 @@ class WithLine(Supervised):
         return ours, process
 
     def _serve(self, line: socket.socket) -> str | None:
-        """Start the process; why it does not serve, or None."""
+        """Start the process; return why it does not serve, or None."""
         self.status.starts += 1
         with suppress(OSError):
             line.send(f"start {self.status.starts}".encode())
@@ -202,7 +202,7 @@ class WithLine(Supervised):
 
 
 def _wait(process: Made) -> int | None:
-    """The status of a process, whose end is awaited; None: not known."""
+    """Wait for the end of a process; return its status; None: unknown."""
     if isinstance(process, AdoptedChild):
         process.wait()
         process.close()
@@ -211,7 +211,7 @@ def _wait(process: Made) -> int | None:
 
 
 def _messages(line: socket.socket) -> Iterator[str]:
-    """The messages of a process until its end."""
+    """Yield the messages of a process until its end."""
     is_reset = False
     while True:
         try:
@@ -219,7 +219,7 @@ def _messages(line: socket.socket) -> Iterator[str]:
         except OSError:
             if is_reset:
                 return
-            is_reset = True  # By words that it did not hear, before what it has told.
+            is_reset = True  # Unread messages reset the line first.
             continue
         if not message:
             return
@@ -227,22 +227,22 @@ def _messages(line: socket.socket) -> Iterator[str]:
 
 
 class MachineSupervisor:
-    """The processes of one machine, from `start` to `stop`: instances, servers of DistServe and
+    """The processes of one machine, from `start` to `stop`: instances, DistServe servers and
     agents.
     """
 
     def __init__(
         self, run: RunDirectory, environment: Mapping[str, str], ended: Ended | None = None
     ) -> None:
-        """`ended` is called from other threads."""
+        """Create a supervisor; `ended` is called from other threads."""
         self._run, self._environment, self._ended = run, environment, ended
         self._kills, self._stopping = KernelKills(), threading.Event()
         self._supervised: dict[InstanceId, WithLine] = {}
         self._logs = ExitStack()
-        self._nursery: Nursery | None = None  # Of all processes with an engine.
+        self._nursery: Nursery | None = None  # Forks all processes with an engine.
 
     def start(self, processes: Iterable[Process], config: Config, starts: int = 0) -> None:
-        """With what `learn` was given. `starts`: how many there have been of each."""
+        """Start the processes, after `learn`. `starts` is the number of earlier starts of each."""
         threading.Thread(target=self._look_at_kills, name="kills", daemon=True).start()
         command = ["kvrs_lab.cluster.hosted", "--config", str(self._run.config_path())]
         log = self._logs.enter_context(self._run.open_log("nursery"))
@@ -280,13 +280,13 @@ class MachineSupervisor:
         return self._run.log_tail(name)
 
     def learn(self, config: Config) -> None:
-        """Have all processes read this configuration."""
+        """Make all processes read this configuration."""
         self._run.write_config(self._run.own(config))
         for each in self._supervised.values():
             each.learn()
 
     def stop(self) -> None:
-        """End all processes, at once."""
+        """End all processes at once."""
         self._stopping.set()
         for each in self._supervised.values():
             each.close()
@@ -298,7 +298,7 @@ class MachineSupervisor:
 
 
 class StartWait:
-    """The time that processes may take to start; now and then it says which ones still do."""
+    """The limit for processes to start, with progress messages at intervals."""
 
     def __init__(self, timeout_s: float, progress: Progress) -> None:
         self._timeout_s, self._progress = timeout_s, progress
@@ -320,7 +320,7 @@ def wait_ready(
     log_tail: Callable[[InstanceId], str],
     progress: Progress,
 ) -> None:
-    """Wait until all have served.
+    """Wait until all processes have served.
 
     Raises:
         LaunchError: one does not start.

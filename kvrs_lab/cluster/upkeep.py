@@ -14,11 +14,11 @@ class Upkeep:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.stop = threading.Event()
         self._say = say
-        self._reported: set[str] = set()  # Proxies that are reported to be down.
-        self._starts: dict[str, int] = {}  # Of all processes, when they were looked at last.
+        self._reported: set[str] = set()  # Proxies that were reported to be down.
+        self._starts: dict[str, int] = {}  # Starts of each process at the last check.
 
     def run(self, cluster: Cluster) -> None:
-        """Raises LaunchError: the cluster cannot go on."""
+        """Watch the cluster until `stop`. Raises LaunchError: the cluster cannot go on."""
         self._starts = _starts(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
             cluster.check()
@@ -27,7 +27,7 @@ class Upkeep:
             self._report_ends(cluster)
 
     def _report_faults(self, cluster: Cluster) -> None:
-        """Report, once each, proxies that cannot be restarted while others serve."""
+        """Report, once each, proxies that cannot be restarted."""
         faults = {
             proxy.settings.id: proxy.status.fault
             for proxy in cluster.proxies
@@ -49,6 +49,6 @@ class Upkeep:
 
 
 def _starts(cluster: Cluster) -> dict[str, int]:
-    """How often each process was started."""
+    """Number of starts of each process."""
     found = {proxy.settings.id: proxy.status.starts for proxy in cluster.proxies}
     return found | {name: each.starts for name, each in cluster.supervisor.status().items()}

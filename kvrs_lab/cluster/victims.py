@@ -1,7 +1,7 @@
 """Handles (pidfd) on the processes of the state, to signal them.
 
-A handle is opened after a check that the process listens on its own port, or has its own name: a
-process id alone may belong to another process, or to another machine, by now.
+A handle is opened after a check of the process's port or name: a process id alone may now belong to
+another process or machine.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from kvrs_engine.engine.ranks.settings import rank_name
 from kvrs_lab.faults.language import VictimRole
 
 _LISTENING = "0A"
-_NAME_CHARACTERS = 15  # That the kernel keeps of the name of a process.
+_NAME_CHARACTERS = 15  # The kernel's limit for the name of a process.
 
 
 class FaultError(KvrsError):
@@ -40,7 +40,7 @@ def closing_process(process: int) -> Iterator[int]:
 
 
 def _open(pid: int, what: str, is_right: Callable[[], bool], otherwise: str) -> int:
-    """A handle on a process that is the right one. Raises FaultError."""
+    """Open a handle on the process, if it is the right one. Raises FaultError."""
     try:
         process = os.pidfd_open(pid)
     except (OSError, TypeError, ValueError) as error:
@@ -112,7 +112,7 @@ def open_processes(
 
 
 def hosts_of(row: Mapping[str, Any]) -> dict[int, tuple[InstanceId, int]]:
-    """The host of each stage that is in one: its name, and its process."""
+    """The host of each stage in a host: name and process id."""
     return {
         one["stage"]: (stage_host_id(one.get("donor") or row["id"], one["stage"]), one["host_pid"])
         for one in row.get("stages") or ()
@@ -150,7 +150,7 @@ def open_rank(row: Mapping[str, Any], rank: int) -> int:
 
 
 def _open_worker(row: Mapping[str, Any], pid: int) -> int:
-    # The form of names of Ray's workers.
+    # Ray's workers have names of this form.
     what = f"a worker process of {named(row)}"
     otherwise = "is no worker of Ray, so it is another one"
     return _open(pid, what, lambda: _command(pid).startswith(b"ray::"), otherwise)
@@ -161,7 +161,7 @@ def named(row: Mapping[str, Any]) -> str:
 
 
 def _is_of_this_machine(host: str) -> bool:
-    # Only an address of this machine can be bound.
+    # An address of another machine cannot be bound.
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family):
@@ -171,7 +171,7 @@ def _is_of_this_machine(host: str) -> bool:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """The process holds a socket that listens on the port."""
+    """Return whether the process has a socket that listens on the port."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
