@@ -1,8 +1,8 @@
-"""Traces as they are published (Mooncake JSONL, CSV of the Azure LLM inference trace, of BurstGPT,
-Vidur and Splitwise-sim), and plain ones of arrival, input and output. The format is recognised by
-the first line.
+"""Loaders of published traces: Mooncake JSONL, CSV of the Azure LLM inference trace, of BurstGPT,
+Vidur and Splitwise-sim, and plain CSV of arrival, input and output. The first line shows the
+format.
 
-Only Mooncake's form has shared prefixes; in the others every prompt is made of blocks of its own.
+Only Mooncake's form has shared prefixes. In other traces every prompt consists of its own blocks.
 """
 
 import csv
@@ -26,8 +26,8 @@ Columns = tuple[str, str, str]
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace of any known format; times become seconds since the first request, requests are
-    sorted by arrival.
+    """Read a trace of any known format. Times become seconds since the first request, and requests
+    are sorted by arrival.
 
     Raises:
         TraceError: "file:line: reason" of the first bad line; a file of no known format.
@@ -73,7 +73,7 @@ def _load_csv(path: Path, columns: Sequence[str], time_of: Callable[[str], float
 
 
 def _trace(path: Path, requests: list[TraceRequest]) -> Trace:
-    """Sorted by arrival, with times since the first one."""
+    """Sort the requests by arrival, with times since the first request."""
     if not requests:
         raise TraceError(f"{path}: no request in the file")
     requests.sort(key=lambda request: request.arrival_s)
@@ -104,7 +104,7 @@ def _parse_row(
     time_of: Callable[[str], float],
     ids: Iterator[int],
 ) -> TraceRequest:
-    """One request; ValueError with the reason where the row is bad."""
+    """Parse one request. Raises ValueError: the row is bad."""
     if len(row) <= max(places):
         raise ValueError(f"{len(row)} columns; allowed: at least {max(places) + 1}")
     at, given, produced = (row[place].strip() for place in places)
@@ -117,14 +117,14 @@ def _parse_row(
 
 
 def _length(text: str, column: str) -> int:
-    # A failed request of BurstGPT has 0 response tokens: it cannot be replayed.
+    # A failed BurstGPT request has 0 response tokens and cannot be replayed.
     if not text.isdecimal() or not 1 <= int(text) <= LENGTH_MAX:
         raise ValueError(f"{column}: got {text!r}; allowed: 1 to {LENGTH_MAX}")
     return int(text)
 
 
 def _azure_time_s(text: str) -> float:
-    """ISO form with seven digits of a second; the trace of 2024 adds a zone."""
+    """Parse ISO form with seven digits of a second; the trace of 2024 adds a zone."""
     moment, dot, fraction = text.partition(".")
     digits, sign, zone = fraction.partition("+")
     seconds = float(f"0.{digits}") if dot else 0.0
@@ -139,7 +139,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-# Name, columns (arrival, prompt tokens, output tokens), and how an arrival is written.
+# Name, columns (arrival, prompt tokens, output tokens), and parser of an arrival.
 _CSV: tuple[tuple[str, Columns, Callable[[str], float]], ...] = (
     ("Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_time_s),
     ("BurstGPT", ("Timestamp", "Request tokens", "Response tokens"), _seconds),

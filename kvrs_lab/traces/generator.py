@@ -1,8 +1,8 @@
-"""Synthetic conversations in Mooncake form, from a seed: real prefix sharing without a download.
+"""Synthetic conversations in Mooncake form, from a seed, with real prefix sharing.
 
-Requests arrive as a Poisson process. Each opens a conversation or is the next turn of the one that
-has waited longest; its prompt is a system prompt shared by all, the conversation so far (answers
-included), and a new message.
+Requests arrive as a Poisson process. A request opens a conversation or is the next turn of the
+conversation that has waited longest. Its prompt is a shared system prompt, the conversation so far
+(answers included), and a new message.
 """
 
 import math
@@ -14,21 +14,21 @@ from kvrs_lab.traces.mooncake import MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSettings:
-    """The defaults come close to the statistics of Mooncake's conversation trace; see
-    `tests/traces/test_generator.py`.
+    """Settings of a generator. The defaults approximate the statistics of Mooncake's conversation
+    trace; see `tests/traces/test_generator.py`.
     """
 
     requests: int = 64
     requests_per_s: float = 3.4
     turns_mean: float = 1.6  # Per conversation.
     system_tokens: int = 512
-    first_message_tokens_p50: float = 4800.0  # Lognormal, like the two below.
+    first_message_tokens_p50: float = 4800.0  # Lognormal, like the next two.
     first_message_sigma: float = 1.2
     next_message_tokens_p50: float = 1500.0
     next_message_sigma: float = 1.1
     output_tokens_p50: float = 320.0
     output_sigma: float = 0.4
-    max_input_tokens: int = 126_000  # A conversation whose next turn would not fit is over.
+    max_input_tokens: int = 126_000  # A conversation ends before a longer turn.
     max_output_tokens: int = 2000
 
 
@@ -44,7 +44,7 @@ class _Generator:
         self._rng = random.Random(seed)
         self._system_ids = list(range(settings.system_tokens // MOONCAKE_BLOCK_TOKENS))
         self._next_id = len(self._system_ids)
-        self._waiting: list[_Conversation] = []  # The one that has waited longest comes first.
+        self._waiting: list[_Conversation] = []  # Longest wait first.
 
     def request(self, arrival_s: float) -> TraceRequest:
         conversation = self._next_turn() or self._opening()
@@ -77,8 +77,7 @@ class _Generator:
         full, rest = divmod(conversation.tokens, MOONCAKE_BLOCK_TOKENS)
         while len(conversation.full_block_ids) < full:
             conversation.full_block_ids.append(self._fresh_id())
-        # A partial block is not shared: the next turn has more tokens in the same place, so it is
-        # another block.
+        # A partial block is not shared: the next turn has more tokens in its place.
         partial = (self._fresh_id(),) if rest else ()
         return (*conversation.full_block_ids, *partial)
 
@@ -94,8 +93,8 @@ class _Generator:
 
 
 def generate(settings: GeneratorSettings, seed: int) -> Trace:
-    """A trace that is a function of settings and seed alone. The first request arrives at 0; times
-    are whole milliseconds.
+    """Generate a trace as a function of settings and seed alone. The first request arrives at 0;
+    times are whole milliseconds.
     """
     generator = _Generator(settings, seed)
     requests, now_s = [], 0.0

@@ -1,10 +1,8 @@
-"""Traces in Mooncake form: when requests arrive, how long they are, and which blocks of their
-prompts are equal.
+"""Traces in Mooncake form: arrivals, lengths, and equal blocks of prompts.
 
-A prompt is a row of blocks, each named by a hash id: equal ids are equal tokens. Mooncake's blocks
-have 512 tokens; other traces of this form have other blocks (Bailian's 16), which are told by the
-number of ids of their prompts. All functions here that make requests shorter, fewer or faster keep
-that sharing.
+A prompt is a sequence of blocks, each named by a hash id: equal ids mean equal tokens. Mooncake's
+blocks have 512 tokens. Other traces have other blocks (Bailian's 16), which the number of ids per
+prompt shows. All functions here that make requests shorter, fewer or faster keep the sharing.
 """
 
 import hashlib
@@ -21,15 +19,14 @@ from kvrs.errors import ConfigError, TraceError
 from kvrs_lab.traces.records import ReplayRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
-# Mooncake's first: it is the one that a trace has if nothing tells it from another.
+# Mooncake's size comes first, as the default of an ambiguous trace.
 BLOCK_TOKENS = (512, 16, 32, 64, 128, 256)
 LENGTH_MAX = 1 << 24
 _TIMESTAMP_MAX_MS = 1e12
 # Eleven days.
 LONGEST_TRACE_S = 1e6
 
-# The first tokens of a block spell its id, so that blocks differ by construction and not only very
-# probably.
+# The first tokens of a block spell its id, so that different blocks differ by construction.
 _SPELLING_TOKENS = 8
 _SPELLING_FACTOR = (
     1 << 61
@@ -60,7 +57,7 @@ class _Line(msgspec.Struct):
     input_length: _Length
     output_length: _Length
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
-    chat_id: int | None = None  # Of Bailian's traces, whose times are seconds.
+    chat_id: int | None = None  # In Bailian's traces, whose times are seconds.
 
     @property
     def arrival_s(self) -> float:
@@ -74,8 +71,8 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 
 def load_mooncake(path: Path) -> Trace:
-    """Read a Mooncake JSONL file; times become seconds, requests are sorted by arrival. Blank lines
-    hold nothing.
+    """Read a Mooncake JSONL file. Times become seconds, requests are sorted by arrival, and blank
+    lines are skipped.
 
     Raises:
         TraceError: "file:line: reason" of the first bad line; an unreadable or empty file.
@@ -112,7 +109,7 @@ def load_mooncake(path: Path) -> Trace:
 
 
 def _parse_line(line: bytes) -> _Line:
-    """One line; ValueError with the reason where it is bad."""
+    """Parse one line. Raises ValueError: the line is bad."""
     try:
         return _DECODER.decode(line)
     except msgspec.ValidationError as error:
@@ -130,7 +127,7 @@ def _misfit(line: _Line, block_tokens: int) -> str:
 
 
 def window(trace: Trace, count: int, first: int = 0) -> Trace:
-    """`count` requests from number `first` on; the first of them arrives at 0."""
+    """Take `count` requests from number `first` on; the first of them arrives at 0."""
     chosen = trace.requests[first : first + count]
     if len(chosen) < count:
         raise TraceError(
@@ -146,7 +143,7 @@ def window(trace: Trace, count: int, first: int = 0) -> Trace:
 
 
 def jitter(trace: Trace, span_s: float, seed: int) -> Trace:
-    """Delay every request by a random part of `span_s`: some traces were logged in batches
+    """Delay every request by a random part of `span_s`, since some traces were logged in batches
     (Mooncake's: 3 s).
     """
     rng = random.Random(seed)
@@ -158,9 +155,7 @@ def jitter(trace: Trace, span_s: float, seed: int) -> Trace:
 
 
 def at_rate(trace: Trace, requests_per_s: float) -> Trace:
-    """Stretch or compress time so that the requests arrive at this mean rate; the shape of the
-    arrivals stays.
-    """
+    """Stretch or compress time to this mean rate of requests, with the same shape of arrivals."""
     arrivals_s = [request.arrival_s for request in trace.requests]
     span_s = arrivals_s[-1] - arrivals_s[0]
     if span_s == 0 and len(arrivals_s) > 1:
@@ -176,7 +171,7 @@ def at_rate(trace: Trace, requests_per_s: float) -> Trace:
 
 
 def check_lasts(trace: Trace, stretched_by: str) -> None:
-    """Raises ConfigError: the last request arrives too late, which `stretched_by` has caused."""
+    """Check the last arrival. Raises ConfigError: too late, caused by `stretched_by`."""
     lasts_s = trace.requests[-1].arrival_s
     if not lasts_s <= LONGEST_TRACE_S:
         raise ConfigError(
@@ -216,8 +211,8 @@ def scale(
 
 
 def scale_lengths(trace: Trace, factor: float) -> Trace:
-    """Multiply all lengths by about `factor`, keeping what prompts share: blocks have a whole
-    number of tokens, at least one.
+    """Multiply all lengths by about `factor`, and keep shared prefixes: a block has a whole number
+    of tokens, at least one.
 
     Raises:
         TraceError: the factor is so large that a block would not be one of the trace any more.
@@ -228,7 +223,7 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
 
 
 def clip(trace: Trace, max_input_tokens: int, max_output_tokens: int) -> Trace:
-    """Cut what is longer: prompts lose their last blocks, so that what they share stays shared."""
+    """Cut long requests: prompts lose their last blocks, so that shared prefixes stay shared."""
 
     def clipped(request: TraceRequest) -> TraceRequest:
         tokens = min(request.input_tokens, max_input_tokens)
@@ -259,8 +254,8 @@ def prompt_token_ids(
     every process.
 
     Equal hash ids give equal tokens. Different ids below `(vocab_size - floor) ** min(block_tokens,
-    8)` give different blocks; below `vocab_size - floor` they differ in their first token already,
-    so that partial blocks differ too.
+    8)` give different blocks. Ids below `vocab_size - floor` differ in their first token, so that
+    partial blocks differ too.
     """
     tokens: list[int] = []
     for hash_id in request.hash_ids:
@@ -271,9 +266,7 @@ def prompt_token_ids(
 def replay_requests(
     trace: Trace, vocab_size: int, seed: int, floor: int = 0
 ) -> list[ReplayRequest]:
-    """The trace as requests that can be sent to a model with this vocabulary; `floor` keeps special
-    ids out.
-    """
+    """The trace as requests to a model with this vocabulary; `floor` excludes special ids."""
     return [
         ReplayRequest(
             request.arrival_s,
@@ -285,7 +278,7 @@ def replay_requests(
 
 
 def _block(hash_id: int, block_tokens: int, letters: int, seed: int, floor: int) -> Iterator[int]:
-    """First the id, spelt in base `letters` after an affine shuffle (a bijection), then tokens
+    """Yield the id, spelt in base `letters` after an affine shuffle (a bijection), then tokens
     drawn from (seed, id).
     """
     assert letters >= 2, "a vocabulary of one token cannot tell blocks apart"

@@ -1,6 +1,6 @@
-"""Settings of the generator by name, from the statistics that were published of each workload.
+"""Settings of the generator by name, from published statistics of each workload.
 
-Lengths are lognormal. Where mean and median are known, they fix it: p50 is the median and sigma is
+Lengths are lognormal. A known mean and median fix the distribution: p50 is the median and sigma is
 sqrt(2 ln(mean / median)). Workloads with shared prefixes are conversations whose settings were
 fitted to the published means and hit ratio. Unpublished values are marked.
 `tests/traces/test_presets.py` has the statistics, and compares.
@@ -10,15 +10,15 @@ from dataclasses import replace
 
 from kvrs_lab.traces.generator import GeneratorSettings
 
-# Single requests that share nothing: the first message is the whole prompt.
+# Single requests without shared prefixes: the first message is the whole prompt.
 _ALONE = GeneratorSettings(turns_mean=1.0, system_tokens=0)
 
 PRESETS: dict[str, GeneratorSettings] = {
     # Mooncake, FAST'25 trace release, conversation_trace.jsonl: counted over its 12,031 requests
     # (means also in table 2).
     "mooncake-conversation": GeneratorSettings(),
-    # vLLM (SOSP'23, figure 11): means of ShareGPT. Neither spread nor arrivals are published there:
-    # sigma 1 and one request per second are ours.
+    # vLLM (SOSP'23, figure 11): means of ShareGPT. Spread and arrivals are unpublished: sigma 1 and
+    # one request per second are assumed.
     "sharegpt": replace(
         _ALONE,
         requests_per_s=1.0,
@@ -29,7 +29,7 @@ PRESETS: dict[str, GeneratorSettings] = {
         max_output_tokens=8192,
     ),
     # Azure LLM inference trace 2023, conversation (Splitwise-conv): counted over its 19,366
-    # requests. What they share is unknown.
+    # requests. Shared prefixes are unknown.
     "splitwise-conv": replace(
         _ALONE,
         requests_per_s=5.53,
@@ -40,7 +40,7 @@ PRESETS: dict[str, GeneratorSettings] = {
         max_input_tokens=14_050,
         max_output_tokens=1000,
     ),
-    # RaidServe, table 1: OpenThoughts-114k. Served offline there: one request per second is ours.
+    # RaidServe, table 1: OpenThoughts-114k, served offline. One request per second is assumed.
     "openthoughts": replace(
         _ALONE,
         requests_per_s=1.0,
