@@ -1,7 +1,7 @@
-"""The public API of the laboratory: what a program that imports kvrs_lab may rely on.
+"""The public API of the laboratory, for programs that import kvrs_lab.
 
-As with `kvrs.api`, these names keep their meaning between minor versions, and importing this module
-loads no torch.
+These names keep their meaning between minor versions, like those of `kvrs.api`. The import of this
+module loads no torch.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def read_report(path: Path) -> Report:
-    """The content of a `report.json`.
+    """Read a `report.json`.
 
     Raises:
         ReportError: the file cannot be read, or is of another schema version.

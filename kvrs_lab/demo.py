@@ -1,6 +1,4 @@
-"""`kvrs lab demo`: kill a decode instance of a cluster under load, and compare with a run
-without.
-"""
+"""`kvrs lab demo`: kill a decode instance under load, and compare with a run without faults."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,29 +34,29 @@ from kvrs_lab.traces.generator import GeneratorSettings, generate
 from kvrs_lab.traces.mooncake import Trace, at_rate, jitter, replay_requests, scale, window
 from kvrs_lab.traces.records import ReplayRequest
 
-# Lengths of chats with a 13-billion-parameter model, and its pace: on shared cores the survivors of
-# a kill would otherwise run faster than before it, and streams of a tiny model would end before the
-# kill.
+# Lengths of chats with a 13-billion-parameter model, and its pace. At full speed on shared cores
+# the survivors of a kill would run faster than before, and streams of a tiny model would end too
+# early.
 PACE = "opt-13b-a100-distserve-tp1"
 MAX_INPUT_TOKENS = 480
 MAX_OUTPUT_TOKENS = 240
 REQUESTS_PER_S = 8.0
 VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
-# Moving a long prompt costs about as much as computing it, so that both options are chosen.
+# The transfer of a long prompt costs about as much as computing it, so that both are chosen.
 LINK_BYTES_PER_S = 20e6
 # Memory of each agent: the KV of about a hundred such streams.
 BACKUP_BYTES = 64 << 20
 
 DEFAULT_FAULTS = [
     {
-        # One or two may have ended, or not left their prefill, when the signal comes.
+        # Some streams may have ended, or still be in prefill, when the signal comes.
         "when": {"inflight_at_least": 10},
         "what": "kill",
         "whom": {"role": "decode", "pick": "busiest"},
     }
 ]
-# With fewer no instance may have 10 streams: they are spread over two.
+# Fewer requests may put 10 streams on no instance: two instances share them.
 FEWEST_REQUESTS = 30
 RETURN_TIMEOUT_S = 60.0
 
@@ -70,11 +68,11 @@ class DemoOptions:
     trace: Path | None
     fault: Path | None
     out: Path
-    seed: int = 0  # Of the model, the trace and the choice of victims.
+    seed: int = 0  # For the model, the trace and the victims.
 
 
 def run_demo(options: DemoOptions) -> bool:
-    """Run the demo and write its report; True when every stream was exact.
+    """Run the demo and write its report; return whether every stream was exact.
 
     Raises:
         ConfigError, TraceError: a file is wrong; nothing was started.
@@ -114,8 +112,8 @@ def run_load(
     title: str,
     timeout_s: float = 300.0,
 ) -> Run:
-    """Replay the requests through the proxy on an empty cache, and carry the faults out when they
-    are due. A request that takes longer than `timeout_s` fails.
+    """Replay the requests through the proxy on an empty cache, and carry out the due faults. A
+    request that takes longer than `timeout_s` fails.
 
     Raises:
         ConfigError: a fault has an unknown victim, or one that refuses it.
@@ -136,8 +134,8 @@ def run_load(
 
 
 def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:
-    """Two nodes with a prefill and a decode instance each, joined by a slow link; every port is
-    chosen freely.
+    """Two nodes with a prefill and a decode instance each, joined by a slow link. All ports are
+    free.
     """
     return parse_config(
         {
@@ -154,7 +152,7 @@ def _requests(options: DemoOptions) -> list[ReplayRequest]:
     if options.trace is None:
         trace = generate(GeneratorSettings(requests=options.requests), options.seed)
     else:
-        # Mooncake's arrivals were logged in batches of 3 s.
+        # Mooncake logged arrivals in batches of 3 s.
         trace = jitter(window(load_trace(options.trace), options.requests), 3.0, options.seed)
     return scaled_requests(trace, options.seed)
 
@@ -162,7 +160,7 @@ def _requests(options: DemoOptions) -> list[ReplayRequest]:
 def scaled_requests(
     trace: Trace, seed: int, requests_per_s: float = REQUESTS_PER_S
 ) -> list[ReplayRequest]:
-    """The trace in the size of the tiny model, at a rate at which its streams overlap."""
+    """Scale the trace to the tiny model, at a rate at which its streams overlap."""
     # The few longest prompts are cut; otherwise all others would shrink to a handful of tokens.
     longest = sorted(request.input_tokens for request in trace.requests)[
         int(0.9 * (len(trace.requests) - 1))

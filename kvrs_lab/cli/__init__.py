@@ -1,4 +1,4 @@
-"""Commands of the laboratory, `kvrs lab`, which `kvrs` finds by an entry point."""
+"""The laboratory's commands, `kvrs lab`, which `kvrs` finds by an entry point."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""`kvrs lab explain`: one decision, taken apart."""
+"""`kvrs lab explain`: an analysis of one decision."""
 
 from collections.abc import Collection
 
@@ -35,7 +35,7 @@ def explain(
 
 
 def _refuse_unused(ctx: typer.Context, given: str, used: Collection[str]) -> None:
-    """Raises ConfigError: an option was given that another kind of question has."""
+    """Raises ConfigError: an option was given that belongs to another kind of question."""
     allowed = ", ".join(f"--{each.removeprefix('as_').replace('_', '-')}" for each in used)
     unused = [
         f"--{name.replace('_', '-')}: given {given}, which does not use it; allowed: {allowed}"

@@ -1,4 +1,4 @@
-"""Options of the laboratory's commands that take more than a line: type, bounds and help text."""
+"""Long options of the laboratory's commands: type, bounds and help text."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
 
 
-# Of a cluster without a file.
+# Limit for a cluster without a file.
 MAX_NODES = 64
 DemoTrace = Annotated[
     Path | None,

@@ -92,11 +92,11 @@ def up(
     )
     needed = "engine" if ray is None else "ray"
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
-    trace_settings(os.environ)  # Raises ConfigError, as every process of the cluster would.
+    trace_settings(os.environ)  # Raises ConfigError, like every process of the cluster.
     launch, upkeep = _launch(config), Upkeep(say)
-    # From here on every ending signal takes the same path, which always cleans up.
+    # Every ending signal takes the same path from here on, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Under nohup the end of the terminal is not to be the end of the cluster.
+        # The end of the terminal must not end a cluster under nohup.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: upkeep.stop.set())
     with Cluster(settings, say, proxies, ray, launch) as cluster:
@@ -116,7 +116,7 @@ def _addresses(cluster: "Cluster") -> Iterator[str]:
 
 
 def _launch(config: Path | None) -> UpCommand:
-    """The row that proxies show for this process, with the file as `kvrs doctor` reads it."""
+    """The row that proxies show for this process, with the file for `kvrs doctor`."""
     file = None if config is None else str(config.resolve())
     settings = checked(load_source(config, os.environ))
     return UpCommand(os.getpid(), file, config_digest(settings))
@@ -143,12 +143,12 @@ def _up_config(
     source = load_source(config, os.environ, preset, backend)
     given = checked(source)
     document = given.model_dump(mode="json")
-    # The slots of a target are shared out among several proxies by the agents, which need gossip.
+    # Agents share a target's slots among several proxies, which needs gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
         document["gossip"]["enabled"] = True
     if asked_nodes is not None:
         document["cluster"]["nodes"] = [node.model_dump(mode="json") for node in asked_nodes]
-        if is_plain and nodes == 1:  # There is no other node for checkpoints.
+        if is_plain and nodes == 1:  # No other node for checkpoints.
             document["backup"]["mode"] = BackupMode.LOCAL.value
     if model is not None:
         document["cluster"]["model"] = _directory("--model", model)
@@ -169,9 +169,7 @@ def _asked_nodes(
     pipelines: int | None,
     of_instances: Mapping[str, int | None],
 ) -> list[NodeSettings] | None:
-    """The nodes that the command line asks for; None: those of the file, or of the demo. Raises
-    ConfigError.
-    """
+    """The nodes of the command line; None: those of the file or demo. Raises ConfigError."""
     given = {"--config": config, "--nodes": nodes, "--pipelines": pipelines}
     of_nodes = [option for option, value in given.items() if value is not None]
     if len(of_nodes) > 1:

@@ -1,10 +1,10 @@
-"""One decision, taken apart: every option, the terms of its sum, and where the answer would change.
+"""An analysis of one decision: every option, the terms of its sum, and the crossovers.
 
 Estimates and their terms come from the objects that decide in a proxy (`kvrs.core.rules`,
-`kvrs.core.options`), set up for one victim: its decode instance on another node is lost, `holder`
-on node n0 still retains its prompt (or, for engines that fetch no pages, has it in its prefix
-cache), and `target` on node n1 can take it over with the prefill instance beside it. An agent, on
-the target's node or on a third one, may have a checkpoint, and the target itself the front of the
+`kvrs.core.options`), set up for one victim. The victim's decode instance on another node is lost.
+`holder` on node n0 retains its prompt, or has it in its prefix cache for engines that fetch no
+pages. `target` on node n1 can take the victim over with the prefill instance beside it. An agent,
+on the target's node or on a third one, may have a checkpoint, and the target the front of the
 history.
 """
 
@@ -36,39 +36,39 @@ _AGENT = InstanceId("agent")
 class CheckpointAt(StrEnum):
     """The node of the agent that has the checkpoint."""
 
-    TARGET = "target"  # The target's node: it comes from host memory.
-    OTHER = "other"  # A third node: it comes over a link like the holder's.
+    TARGET = "target"  # Node of the target: loaded from host memory.
+    OTHER = "other"  # A third node: loaded over a link like the holder's.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The situation to decide. Lengths and rates as in a real decision: at least one prompt token,
-    rates above zero.
+    """The situation to decide. Lengths and rates are those of a real decision: at least one prompt
+    token, rates above zero.
     """
 
     geometry: KvGeometry
     prefill: PrefillTable
     settings: PolicySettings
     prompt_tokens: int
-    output_tokens: int  # Sent to the client already; their KV died with the decode instance.
+    output_tokens: int  # Already sent to the client; their KV is lost.
     held_tokens: int  # Leading tokens of the prompt whose KV the holder retains.
-    bytes_per_s: float  # From the holder's node to the target's.
-    local_bytes_per_s: float  # Within the target's node, for the hand-off after recomputing.
-    service_s: float  # What one request ahead in a queue takes.
-    queue_s: float = 0.0  # Before the prefill instance beside the target.
-    target_queue_s: float = 0.0  # Before the target itself.
-    budget_s: float | None = None  # No option may take longer.
-    others: float = 0.0  # Other victims of the event, for each target.
-    checkpoint_tokens: int = 0  # Leading tokens of the history of which an agent has a checkpoint.
+    bytes_per_s: float  # Bandwidth from the holder's node to the target's.
+    local_bytes_per_s: float  # Within the target's node, after recomputing.
+    service_s: float  # Time of one queued request.
+    queue_s: float = 0.0  # Queue of the prefill instance beside the target.
+    target_queue_s: float = 0.0  # Queue of the target.
+    budget_s: float | None = None  # Limit of an option's time.
+    others: float = 0.0  # Other victims of the event per target.
+    checkpoint_tokens: int = 0  # Leading tokens of the history in an agent's checkpoint.
     checkpoint_at: CheckpointAt = CheckpointAt.TARGET
-    host_to_device_bytes_per_s: float = 26e9  # From an agent's memory into an instance on its node.
+    host_to_device_bytes_per_s: float = 26e9  # From an agent to an instance on its node.
     reused_tokens: int = 0  # Leading tokens of the history whose KV the target has.
-    # Before the decode instance beside the holder, at the end of prefill: for the hand-off alone.
+    # Queue of the decode instance beside the holder at the end of prefill, for the hand-off alone.
     own_queue_s: float = 0.0
-    # The target fetches no pages of instances: the holder computes behind what it has cached, and
-    # hands off.
+    # The target fetches no pages of instances: the holder computes the rest of its cached prompt,
+    # and hands off.
     prefix_cache: bool = False
-    # Learned factors that predictions are multiplied by.
+    # Learned factors of predictions.
     corrections: Mapping[Option, float] = field(default_factory=dict)
 
     @property
@@ -78,38 +78,38 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """One option; its terms add up to `total_s`."""
+    """One option, whose terms add up to `total_s`."""
 
     option: Option
-    total_s: float  # With what other victims wait for it, where the policy counts that.
+    total_s: float  # With the waits of other victims, if the policy counts them.
     raw_s: float  # Before the correction.
     terms: tuple[Term, ...]
     extrapolated: bool  # A table was used outside its measured range.
-    # What is fetched begins here; in a split, what is before it is computed meanwhile.
+    # First fetched page; a split computes the earlier pages meanwhile.
     first_page: int
 
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Where the cheaper of migrating and recomputing changes for a victim alone, all else equal,
-    without checkpoint and reuse.
+    """The points where the cheaper of migrating and recomputing changes for a single victim, all
+    else equal, without checkpoint and reuse.
 
-    None: nowhere.
+    None: no such point.
     """
 
     # Above this bandwidth migrating is cheaper than recomputing.
     bytes_per_s: float | None
-    # With more requests than this before the prefill instance migrating is cheaper; 0: with an
-    # empty queue, too.
+    # Migrating is cheaper with more requests than this at the prefill instance; 0: also with an
+    # empty queue.
     queue_depth: float | None
-    # Of a hand-off (seed KVRS): with more requests than this in the own queue, moving the KV to an
-    # idle node is sooner.
+    # For a hand-off (seed KVRS): with more requests than this in the own queue, a move of the KV to
+    # an idle node is faster.
     hand_off_queue_depth: float
 
 
 @dataclass(frozen=True, slots=True)
 class WeighedHandoff:
-    """Where the prompt's KV goes once prefill is done: to the decode instance beside it, or to the
+    """The destination of the prompt's KV after prefill: the decode instance beside it, or the
     target on the other node.
     """
 
@@ -128,12 +128,12 @@ class Explanation:
     crossover: Crossover
     hand_offs: tuple[WeighedHandoff, ...]
     kv_bytes_per_token: int
-    kv_bytes: int  # Of the prompt.
-    fetched_bytes: int  # That migrating would move.
+    kv_bytes: int  # KV of the prompt.
+    fetched_bytes: int  # Bytes that migrating would move.
 
 
 def explain(question: Question) -> Explanation:
-    """The decision on this question, with all estimates and their terms."""
+    """Decide the question, with all estimates and their terms."""
     rule, case = BY_NAME[question.settings.name], _case(question)
     estimates = _weigh(case, rule)
     return Explanation(
@@ -166,14 +166,14 @@ def _weigh(case: Case, rule: Rule) -> list[Estimate]:
 
 
 def _case(question: Question) -> Case:
-    """The victim at its target, with a policy's records of the situation in question."""
+    """Build the victim at its target, with a policy's records of the situation."""
     settings = question.settings
     state = State(CoreSettings(settings))
     state.factors.update(question.corrections)
     view = state.view
     view.assume(question.local_bytes_per_s)
     at_holder = at_target = frozenset(Capability)
-    if question.prefix_cache:  # As vLLM, which loads rows of agents.
+    if question.prefix_cache:  # Like vLLM, which loads rows of agents.
         at_holder = at_target = at_holder - {Capability.RETAIN, Capability.SPLIT}
         if not question.checkpoint_tokens:
             at_target -= {Capability.PULL_PAGES}
@@ -267,7 +267,7 @@ def _crossover(question: Question) -> Crossover:
 
 
 def _crossover_bytes_per_s(question: Question) -> float | None:
-    """Migrating costs `fixed + bytes / bandwidth`: both follow from estimates at two bandwidths."""
+    """Migrating costs `fixed + bytes / bandwidth`: estimates at two bandwidths give both."""
     fastest, at_1_byte_per_s = (
         _estimates(replace(question, bytes_per_s=rate)).get(Option.MIGRATE) for rate in (inf, 1.0)
     )
@@ -276,16 +276,14 @@ def _crossover_bytes_per_s(question: Question) -> float | None:
         return None
     size_bytes = at_1_byte_per_s.transfer_s - fastest.transfer_s
     factor = at_1_byte_per_s.total_s / at_1_byte_per_s.raw_s
-    # Not what the fastest one costs: a queue at the target may outlast it.
+    # A queue at the target may outlast the fastest transfer: its total is no fixed cost.
     fixed_s = at_1_byte_per_s.queue_s + at_1_byte_per_s.compute_s + fastest.transfer_s
     bytes_per_s = size_bytes / (recompute.total_s / factor - fixed_s)
     return bytes_per_s if isfinite(bytes_per_s) else None
 
 
 def _crossover_queue_depth(question: Question) -> float | None:
-    """The queue before the prefill instance matters for as long as the target itself would not
-    compute it sooner.
-    """
+    """The prefill queue matters only until the target itself would compute faster."""
     if question.settings.name is PolicyName.ROM:
         return None  # `ROM_DECIDE` weighs no queue.
     migrate = _estimates(question).get(Option.MIGRATE)
@@ -303,6 +301,6 @@ def _crossover_queue_depth(question: Question) -> float | None:
 
 
 def _estimates(question: Question) -> dict[Option, Estimate]:
-    """The estimate of each option, the first where there are several."""
+    """The first estimate of each option."""
     estimates = _weigh(_case(question), BY_NAME[question.settings.name])
     return {estimate.option: estimate for estimate in reversed(estimates)}

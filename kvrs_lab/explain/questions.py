@@ -1,5 +1,5 @@
-"""The question of `kvrs lab explain`: from the options of its command line to the document that
-answers it. Bytes, seconds and tokens throughout.
+"""The question of `kvrs lab explain`, from command-line options to the answer as a document, in
+bytes, seconds and tokens.
 """
 
 import re
@@ -20,7 +20,7 @@ _BANDWIDTH = re.compile(
 )
 _MAX_TOKENS = 1 << 24
 _RATES = ("10Gbit/s", "25Gbit/s", "100Gbit/s", "400Gbit/s")
-# Of the profile, and of the question all but those that the profile and the policy stand for.
+# Fields of the profile, and fields of the question that neither profile nor policy gives.
 _LABELS = ("label", "model", "dtype", "gpu", "cpu", "tp", "engine", "version", "kind", "source")
 _ASKED = tuple(
     each.name for each in fields(Question) if each.name not in ("geometry", "prefill", "settings")
@@ -28,7 +28,7 @@ _ASKED = tuple(
 
 
 def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
-    """One decision. `given`: the options by name; those without a default may be None.
+    """Explain one decision. `given` has the options by name; those without a default may be None.
 
     Raises:
         ConfigError: there is no such profile; or other options are wrong, all named at once.
@@ -62,8 +62,8 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def break_even_document(tokens: int) -> dict[str, Any]:
-    """For each profile, the seconds in which a history of so many tokens is computed, and loaded at
-    some rates; and the bytes per second at which both take as long.
+    """For each profile: the seconds to compute a history of `tokens`, the seconds to load it at
+    some rates, and the bytes per second at which both are equal.
     """
     _check(_out_of_range({"prompt_tokens": tokens}, "prompt_tokens", 1, _MAX_TOKENS))
     rows = []
@@ -78,8 +78,8 @@ def break_even_document(tokens: int) -> dict[str, Any]:
 
 
 def parse_bandwidth(text: str, option: str) -> float:
-    """Bytes per second of '25Gbit/s', '3.1GB/s', '800 Mbps', '1GiB/s', or of a link that comes with
-    kvrs.
+    """Parse '25Gbit/s', '3.1GB/s', '800 Mbps', '1GiB/s', or the name of a link of kvrs into bytes
+    per second.
 
     Raises:
         ConfigError: it is none of them.
@@ -132,7 +132,7 @@ def _out_of_range(given: Mapping[str, Any], name: str, low: int, high: int) -> I
 
 
 def _local_bytes_per_s(profile: Profile) -> float:
-    """Between GPUs of a node: of the profile's GPU, or the policy's assumption."""
+    """The rate between GPUs of a node: that of the profile's GPU, or the policy's assumption."""
     for link in catalog.links().values():
         if link.scope == "intra_node" and (profile.gpu or "").startswith(link.gpu):
             return link.transfer.bytes_per_s

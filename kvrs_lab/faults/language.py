@@ -41,29 +41,29 @@ NEAR_THE_END_TOKENS = 8
 
 
 class What(StrEnum):
-    # SIGKILL. For an instance with worker processes: these, or only `workers` of them. Of a rank:
-    # its process, whose memory may outlive it.
+    # SIGKILL of the process; of an instance with worker processes, of these or of `workers` of
+    # them. A rank's memory may outlive its process.
     KILL = "kill"
-    LOSE_DEVICE = "lose_device"  # A rank's process, or an instance's only one, and its memory.
-    # Frozen for `for_s` (SIGSTOP, then SIGCONT): connections stay open and nothing moves.
+    LOSE_DEVICE = "lose_device"  # Kill a rank's or an instance's only process, with its memory.
+    # Freeze for `for_s` (SIGSTOP, then SIGCONT): connections stay open, but nothing moves.
     STOP = "stop"
-    SLOW = "slow"  # For `for_s` it runs only 1/`factor` of the time.
-    # For `for_s` the link between two nodes carries at most `bytes_per_s` each way.
+    SLOW = "slow"  # Run only 1/`factor` of the time, for `for_s`.
+    # Limit the link between two nodes to `bytes_per_s` each way, for `for_s`.
     LINK_RATE = "link_rate"
-    # For `for_s` the link between two nodes carries nothing, without any notification.
+    # Cut the link between two nodes for `for_s`, without any notification.
     LINK_CUT = "link_cut"
-    # The next `pages` pages that the instance sends have one bit flipped on the way.
+    # Flip one bit on the way in each of the next `pages` pages that the instance sends.
     CORRUPT_PAGE = "corrupt_page"
 
 
 class Pick(StrEnum):
-    BUSIEST = "busiest"  # Most streams in flight; of equals the first by id.
+    BUSIEST = "busiest"  # Most streams in flight; ties by id.
     RANDOM = "random"
-    ALL = "all"  # Every one that is up, at once.
+    ALL = "all"  # All victims that are up, at once.
 
 
 class VictimRole(StrEnum):
-    """A process that can be hit: an instance, by its role, or the agent of a node."""
+    """The role of a victim: an instance by its role, or the agent of a node."""
 
     PREFILL = Role.PREFILL.value
     DECODE = Role.DECODE.value
@@ -72,10 +72,10 @@ class VictimRole(StrEnum):
 
 
 class Phase(StrEnum):
-    """The phase of a stream, as a fault may name it."""
+    """The phase of a stream, for the condition of a fault."""
 
-    PREFILL = "prefill"  # Its prompt is queued or computed at a prefill instance.
-    HANDOFF = "handoff"  # Its KV moves to decode: no token yet.
+    PREFILL = "prefill"  # The prompt is queued or computed at a prefill instance.
+    HANDOFF = "handoff"  # The KV moves to decode: no token yet.
     DECODE = "decode"  # Between two tokens.
     NEAR_END = "near_end"  # At most 8 tokens are left.
     RECOVERY = "recovery"  # After a loss, before the first token of the next instance.
@@ -84,9 +84,9 @@ class Phase(StrEnum):
 def phase_of(
     stage: str, output_tokens: int, max_tokens: int | None, recovers: bool = False
 ) -> Phase | None:
-    """The phase of a stream at `stage` (prefill or decode); None while it waits for an instance.
+    """Return the phase of a stream at `stage` (prefill or decode); None: waiting for an instance.
 
-    Without `max_tokens` a stream is never near its end.
+    A stream without `max_tokens` is never near its end.
     """
     match stage:
         case "prefill" | "decode" if recovers:
@@ -103,21 +103,21 @@ def phase_of(
 
 
 class When(Settings):
-    """The conditions of a fault: all that are given must hold, and at least one must be given.
+    """The conditions of a fault: all given conditions must hold, and at least one must be given.
 
     Streams are counted at the victim.
     """
 
     # Since the start of the run.
     at_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    after_requests: int | None = Field(default=None, ge=1)  # So many requests were sent.
-    # Streams that the victim works on; an agent: reservations it has.
+    after_requests: int | None = Field(default=None, ge=1)  # Number of sent requests.
+    # Streams that the victim works on; for an agent, its reservations.
     inflight_at_least: int | None = Field(default=None, ge=1)
-    # Streams that count on the victim: on its work or its pages.
+    # Streams that depend on the victim's work or pages.
     streams_at_least: int | None = Field(default=None, ge=1)
-    # Streams that count on the victim are in this phase ...
+    # Phase of streams that depend on the victim.
     phase: Phase | None = Field(default=None, strict=False)
-    in_phase_at_least: int = Field(default=1, ge=1)  # ... at least so many of them.
+    in_phase_at_least: int = Field(default=1, ge=1)  # Least number of streams in `phase`.
 
     @model_validator(mode="after")
     def _names_a_condition(self) -> "When":
@@ -134,7 +134,7 @@ class When(Settings):
 
     @property
     def label(self) -> str:
-        """The given conditions, as text."""
+        """The given conditions as text."""
         named = self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         return ", ".join(f"{name} {value}" for name, value in named.items())
 
@@ -148,11 +148,11 @@ class Whom(Settings):
     role: VictimRole | None = Field(default=None, strict=False)
     node: NodeId | None = Field(default=None, min_length=1, max_length=64)
     link: Annotated[list[NodeId], Field(min_length=2, max_length=2)] | None = None
-    pick: Pick | None = Field(default=None, strict=False)  # With `role`; without it the busiest.
-    seed: int | None = Field(default=None, ge=0)  # Of a random pick; without it the run's.
-    # Only this rank of the instance is hit: its number, or a random one.
+    pick: Pick | None = Field(default=None, strict=False)  # Choice in `role`; default: busiest.
+    seed: int | None = Field(default=None, ge=0)  # Seed of a random pick; default: the run's.
+    # The rank of the instance to hit: its number, or a random rank.
     rank: Annotated[int, Field(ge=0, lt=1 << 16)] | Literal["random"] | None = None
-    # Only the host that has this stage of the instance: also where that is another instance's.
+    # The stage of the instance whose host is hit, also if the host belongs to another instance.
     stage: Annotated[int, Field(ge=0, lt=1 << 16)] | Literal["random"] | None = None
 
     @model_validator(mode="after")
@@ -187,7 +187,7 @@ class Whom(Settings):
 
     @property
     def label(self) -> str:
-        """The victim, as text, before one was chosen."""
+        """The victim as text, before the choice."""
         if self.link is not None:
             return "-".join(self.link)
         named = f"all {self.role}" if self.pick is Pick.ALL else self.id or self.role or self.node
@@ -256,7 +256,7 @@ class Fault(Settings):
 
     @property
     def label(self) -> str:
-        """The fault with victim and conditions, for reports of faults that never came due."""
+        """The fault with victim and conditions, for reports of faults that were never due."""
         return f"{self.what.value.replace('_', ' ')} {self.whom.label} ({self.when.label})"
 
 

@@ -1,4 +1,4 @@
-"""The schedule of faults: which of a list are due in a given state, and what they hit. Pure."""
+"""The schedule of faults: finds the due faults of a list and their victims. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,49 +10,46 @@ from kvrs_lab.faults.language import OF_A_LINK, Fault, Phase, Pick, VictimRole, 
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """State of one instance, or agent, that is up."""
+    """State of an instance or agent that is up."""
 
     role: VictimRole
     node: NodeId
-    # Streams that it works on right now; of an agent: that have a reservation there.
+    # Streams that the instance works on; for an agent, streams with a reservation.
     inflight: int = 0
-    # All that count on it: on its work, or on its pages.
+    # Streams that depend on the instance's work or pages.
     streams: Mapping[StreamId, Phase] = field(default_factory=dict)
-    ranks: tuple[int, ...] = ()  # None where it is one process.
-    stages: tuple[int, ...] = ()  # In hosts.
+    ranks: tuple[int, ...] = ()  # Empty for a single process.
+    stages: tuple[int, ...] = ()  # Stages in hosts.
 
 
 @dataclass(frozen=True, slots=True)
 class DueFault:
     fault: Fault
-    instances: tuple[
-        InstanceId, ...
-    ]  # And agents that it hits; of a link: those at either end, which both have to send less.
-    whom: str  # The victim by name: an instance, a node, or two nodes.
-    inflight: int  # Streams that were in flight at the victim when it became due.
-    streams: Mapping[StreamId, Phase]  # That counted on it then.
-    ranks: Mapping[InstanceId, int] = field(default_factory=dict)  # Of each that is hit in part.
-    stages: Mapping[InstanceId, int] = field(default_factory=dict)  # As `ranks`.
+    # Instances and agents to hit; for a link, all at its two ends, which both send less.
+    instances: tuple[InstanceId, ...]
+    whom: str  # The victim's name: an instance, a node, or two nodes.
+    inflight: int  # Streams in flight at the victim when the fault became due.
+    streams: Mapping[StreamId, Phase]  # Streams that depended on the victim then.
+    ranks: Mapping[InstanceId, int] = field(default_factory=dict)  # By victim that is hit in part.
+    stages: Mapping[InstanceId, int] = field(default_factory=dict)  # By victim.
 
 
 Choice = TypeVar("Choice")
 
 
 class Chooser(Protocol):
-    """The part of `random.Random` from which a schedule draws."""
+    """The part of `random.Random` that a schedule uses."""
 
     def choice(self, candidates: Sequence[Choice], /) -> Choice: ...
 
 
 class FaultSchedule:
-    """The faults that are not carried out yet. Each is due once; a fault without a victim that is
-    up and busy enough waits.
-    """
+    """The pending faults. Each is due once, and waits until a victim is up and busy enough."""
 
     def __init__(
         self, faults: list[Fault], seed: int, new_random: Callable[[int], Chooser]
     ) -> None:
-        """`new_random` makes a generator from a seed: `random.Random`."""
+        """Create a schedule; `new_random` makes a generator from a seed, like `random.Random`."""
         self._pending = list(faults)
         self._new_random = new_random
         self._rng = new_random(seed)
@@ -62,8 +59,8 @@ class FaultSchedule:
         return tuple(self._pending)
 
     def needs_load(self, elapsed_s: float, requests_sent: int) -> bool:
-        """Time and request count of a pending fault are reached, so that the load of the instances
-        is needed.
+        """Return whether a pending fault has reached its time and request count, so that loads are
+        needed.
         """
         return any(_time_has_come(fault.when, elapsed_s, requests_sent) for fault in self._pending)
 
@@ -81,7 +78,7 @@ class FaultSchedule:
         for fault in list(self._pending):
             if not _time_has_come(fault.when, elapsed_s, requests_sent):
                 continue
-            # One instance dies once: two faults of the same moment have two victims.
+            # An instance dies once: two faults of the same moment have two victims.
             hit = {
                 instance
                 for other in due
@@ -109,7 +106,7 @@ class FaultSchedule:
     def _parts(
         self, part: int | str | None, present: Mapping[InstanceId, tuple[int, ...]]
     ) -> dict[InstanceId, int]:
-        """The rank or stage of each instance that a fault hits; of none: the whole instance."""
+        """The rank or stage of each hit instance; empty: the whole instance."""
         if part is None:
             return {}
         if isinstance(part, int):
@@ -135,9 +132,7 @@ def _time_has_come(when: When, elapsed_s: float, requests_sent: int) -> bool:
 def _candidates(
     whom: Whom, up: Mapping[InstanceId, InstanceView], hit: set[InstanceId]
 ) -> list[tuple[InstanceId, ...]]:
-    """The groups of which one is hit: single instances, all of a role, a whole node, or both ends
-    of a link.
-    """
+    """Groups of candidates: single instances, a role, a whole node, or both ends of a link."""
     if whom.link is not None:
         ends = tuple(sorted(name for name, view in up.items() if view.node in whom.link))
         return [ends] if {up[name].node for name in ends} == set(whom.link) else []
@@ -185,5 +180,5 @@ def _inflight(group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceVie
 def _streams(
     group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]
 ) -> dict[StreamId, Phase]:
-    """Streams of all members, each once: both instances of a pair may have the same stream."""
+    """Streams of all members; the instances of a pair may share a stream."""
     return {stream: phase for name in group for stream, phase in up[name].streams.items()}
