@@ -1,4 +1,4 @@
-"""`kvrs lab report`: one report, or several beside each other."""
+"""`kvrs lab report`: a single report, or several side by side."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,5 +22,5 @@ def run_report(paths: Sequence[Path]) -> None:
     report = load_report(paths[0], SCHEMA_VERSION)
     try:
         output().print(terminal_table(report))
-    except (KeyError, TypeError, AttributeError) as error:  # Files come from outside.
+    except (KeyError, TypeError, AttributeError) as error:  # A file may be of any origin.
         raise ReportError(f"{paths[0]}: it lacks what a table shows: {error}") from None

@@ -28,7 +28,7 @@ def compare_reports(paths: Sequence[Path]) -> RenderableType:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Names as short as possible while they differ."""
+    """Shortest names that differ."""
     folders = [
         path if path.is_dir() else path.parent if path.name == "report.json" else path
         for path in paths

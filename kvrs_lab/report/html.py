@@ -1,7 +1,6 @@
-"""The report as one self-contained HTML page: its plot is inline SVG, nothing is loaded from
-anywhere.
+"""The report as a self-contained HTML page with an inline SVG plot, without any other file.
 
-Importing this module loads matplotlib, which takes a second: import it where it is used.
+The import of this module loads matplotlib, which takes a second: import it where it is used.
 """
 
 import json
@@ -26,9 +25,9 @@ from kvrs_lab.report.table import (
     verdict_sentence,
 )
 
-_SHOWN_OF_AN_ID = 8  # Enough to find the stream in report.json, which has the whole.
-_LONG_CELL = 24  # Longer texts are broken over lines; numbers and names never.
-_ROWS_OPEN = 24  # More rows than this are folded away, with the key numbers above them.
+_SHOWN_OF_AN_ID = 8  # Enough to find the stream in report.json.
+_LONG_CELL = 24  # Longer texts are broken over lines, but never numbers and names.
+_ROWS_OPEN = 24  # Longer tables are folded, below the key numbers.
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -37,7 +36,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def render_html(report: Report) -> str:
-    """The whole page. Every text that comes from data is escaped."""
+    """Render the page. Every text from data is escaped."""
     body = "".join(
         (
             _headline(report),
@@ -81,7 +80,7 @@ def _headline(report: Report) -> str:
     )
     lines = [*never_due_lines(report), *doubt_lines(report)]
     warning = "".join(f"<p class=warning>{escape(line)}</p>" for line in lines)
-    # Many reasons become a list below a short headline.
+    # Several reasons become a list below a short headline.
     reasons = report["reasons"] if len(report["reasons"]) > 1 else []
     verdict = (
         f"{verdict_sentence(report).partition(':')[0]}." if reasons else verdict_sentence(report)

@@ -1,16 +1,15 @@
-"""The effect of a fault over time: the failure-impact window, and the time until throughput is back
-at its peak.
+"""The effect of a fault over time: the failure-impact window, and the time to peak throughput.
 
-Window (LUMEN section 6.1): requests in the order of their arrival form buckets; the window begins
+Window (LUMEN section 6.1): requests in the order of their arrival form buckets. The window begins
 with the first bucket, from the fault on, whose mean TTFT exceeds that of the same bucket of the run
-without a fault by more than 5 %, and ends where three consecutive buckets are within 5 % again. A
-bucket that the fault fell into, or whose requests still waited then, begins at the fault. Its
-length is the recovery time. TTFT counts from arrival; that of an interrupted request is its replay
-TTFT, since its progress before the fault was lost with the instance.
+without a fault by more than 5 %. The window ends where three consecutive buckets are within 5 %
+again. A bucket that the fault fell into, or whose requests still waited then, begins at the fault.
+The length of the window is the recovery time. TTFT counts from arrival. An interrupted request has
+its replay TTFT, since its earlier progress was lost with the instance.
 
 TTP (AnchorTP section V): from the first successful token after the fault (TFS) until throughput is
-stable at its peak. Tokens are counted in bins; the stable peak is the highest rate that three
-consecutive bins keep, and it is reached where three consecutive bins first keep 90 % of it.
+stable at its peak. Tokens are counted in bins. The stable peak is the highest rate that three
+consecutive bins keep, and is reached where three consecutive bins first keep 90 % of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,7 @@ EXCESS = 1.05
 CALM_BUCKETS = 3
 STABLE_BINS = 3
 STABLE_SHARE = 0.9
-_BUCKET_REQUESTS = (
-    200  # As in the paper; short runs have smaller ones, so that there are some at all.
-)
+_BUCKET_REQUESTS = 200  # The paper's; smaller in short runs, for several buckets.
 _FEWEST_BUCKETS = 10
 _SMALLEST_BUCKET = 5
 
@@ -34,8 +31,8 @@ _SMALLEST_BUCKET = 5
 @dataclass(frozen=True, slots=True)
 class Bucket:
     first: int  # Position of the first request by arrival.
-    from_s: float  # When the first request was due.
-    ttft_s: float | None  # Mean; None where no request of it got a token.
+    from_s: float  # Due time of the first request.
+    ttft_s: float | None  # Mean; None: no request of the bucket got a token.
     clean_ttft_s: float | None
     tpot_s: float | None
     clean_tpot_s: float | None
@@ -51,9 +48,9 @@ class Bucket:
 class Impact:
     bucket_requests: int
     buckets: tuple[Bucket, ...]
-    first_bucket: int | None  # Of the window; None: there is no window.
-    end_bucket: int | None  # The first after it; None: the window was open when the run ended.
-    from_s: float  # Never before the fault.
+    first_bucket: int | None  # First bucket of the window; None: no window.
+    end_bucket: int | None  # First bucket after the window; None: the run ended earlier.
+    from_s: float  # Start of the window, not before the fault.
     recovery_time_s: float
 
 
@@ -68,7 +65,7 @@ def impact_window(
     fault_s: float,
     bucket_requests: int | None = None,
 ) -> Impact:
-    """The window of a run beside the same requests without a fault.
+    """Find the window of a run, compared with the same requests without a fault.
 
     Args:
         faulted: the records of the run with faults.
@@ -125,9 +122,7 @@ def _bucket(
 def _may_feel(
     group: Sequence[StreamRecord], replay_ttft_s: Mapping[int, float], fault_s: float
 ) -> bool:
-    """A bucket can be affected by the fault. It cannot if all of its first tokens came before the
-    fault and stood.
-    """
+    """Return whether the fault may affect a bucket: some first token did not come earlier."""
     ttft_s = [
         (record, replay_ttft_s.get(record.index, metrics.arrival_ttft_s(record)))
         for record in group
@@ -145,7 +140,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def throughput(records: Sequence[StreamRecord], bin_s: float) -> list[float]:
-    """Tokens per second received by all clients together, in bins from the start of the run."""
+    """Tokens per second of all clients together, in bins from the start of the run."""
     times_s = [at_s for record in records for at_s in record.token_times_s]
     counts = [0] * (int(max(times_s, default=0.0) / bin_s) + 1)
     for at_s in times_s:
@@ -154,7 +149,7 @@ def throughput(records: Sequence[StreamRecord], bin_s: float) -> list[float]:
 
 
 def time_to_peak_s(rates: Sequence[float], bin_s: float, first_success_s: float) -> float | None:
-    """TTP; None when the run was over too soon after the first success to have a stable peak."""
+    """TTP; None: the run ended before a stable peak."""
     first = int(first_success_s / bin_s) + 1
     # The last bin is not full.
     kept = [min(rates[i : i + STABLE_BINS]) for i in range(first, len(rates) - STABLE_BINS)]

@@ -1,4 +1,4 @@
-"""The measures by which runs are compared, one flat list per run, and reading reports."""
+"""The measures of a comparison, as a flat list per run, and the loader of reports."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import msgspec
 
 from kvrs.errors import KvrsError
 
-# Name, title, path in a report, and whether more is better.
+# Name, title, path in a report, and whether a higher value is better.
 MEASURES: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("goodput_per_s", "goodput", ("runs", "fault", "goodput_per_s"), True),
     ("tokens_per_s", "tokens per second", ("runs", "fault", "tokens_per_s"), True),
@@ -72,7 +72,7 @@ MEASURES: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
 Report = dict[str, Any]
 
 
-# The fields that a comparison reads; files come from outside, so their shape is checked.
+# The fields of a comparison, whose shape is checked: a file may be of any origin.
 _Measures = msgspec.defstruct("_Measures", [(name, float | None) for name, *_ in MEASURES])
 
 
@@ -86,13 +86,11 @@ class _Compared(msgspec.Struct):
 
 
 class ReportError(KvrsError):
-    """A file is not a report of kvrs; the message names file and reason."""
+    """A file is not a report of kvrs. The message names file and reason."""
 
 
 def measures_of(report: Mapping[str, Any]) -> dict[str, float | None]:
-    """Every measure of one run; None where it has no meaning, such as TFS of a run without a
-    fault.
-    """
+    """Every measure of a run; None: meaningless, such as TFS without a fault."""
     return {name: _at(report, path) for name, _, path, _ in MEASURES}
 
 
@@ -104,7 +102,7 @@ def _at(report: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
 
 
 def load_report(path: Path, schema_version: int) -> Report:
-    """Read a `report.json`, or that of a directory.
+    """Read a `report.json`, or the one in a directory.
 
     Raises:
         ReportError: there is none, or it is of another version.

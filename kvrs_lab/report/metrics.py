@@ -1,11 +1,9 @@
-"""Latencies that a client felt, in the field's terms. All from `StreamRecord`s, that is, from times
-measured at the client.
+"""Latencies at the client, in the field's terms, from the client's times in `StreamRecord`s.
 
-TTFT: first token minus send; from arrival, first token minus the moment at which the request was
-due, which counts a late client, too. TPOT: mean time per token after the first. TBT: time between
-two consecutive receipts of tokens; the longest of a stream is its maximum TBT. Percentiles
-interpolate linearly between closest ranks (numpy's default): the q-th of n sorted values lies at
-rank q/100 * (n - 1).
+TTFT: first token minus send; from arrival, first token minus due time, which counts a late client,
+too. TPOT: mean time per token after the first. TBT: time between two consecutive receipts of
+tokens; the longest of a stream is its maximum TBT. Percentiles interpolate linearly between closest
+ranks (numpy's default): the q-th of n sorted values lies at rank q/100 * (n - 1).
 """
 
 from bisect import bisect_right
@@ -16,13 +14,13 @@ from itertools import pairwise
 from kvrs.sums import sum_in_order
 from kvrs_lab.traces.records import StreamRecord
 
-# A request that was sent so long after it was due makes the client, not the server, look at itself.
+# A request that is sent later than this after its due time shows a slow client.
 LATE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The limits that a request must meet, beside being complete, to count for goodput."""
+    """The limits on a complete request that count for goodput."""
 
     ttft_s: float = 2.0
     tpot_s: float = 0.2
@@ -41,7 +39,7 @@ class Pause:
 
 
 def percentile(values: Iterable[float], q: float) -> float | None:
-    """None for no values: an empty set has no percentile, and 0 would read like a good one."""
+    """The q-th percentile; None for no values, since 0 would look like a good result."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -52,7 +50,7 @@ def percentile(values: Iterable[float], q: float) -> float | None:
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float | None]:
-    """Mean, p50, p90, p99 and the largest of the values that exist."""
+    """Mean, p50, p90, p99 and maximum of the values that exist."""
     known = [value for value in values if value is not None]
     mean = sum_in_order(known) / len(known) if known else None
     known.sort()
@@ -70,13 +68,13 @@ def ttft_s(record: StreamRecord) -> float | None:
 
 
 def arrival_ttft_s(record: StreamRecord) -> float | None:
-    """From the moment at which the request was due to its first token."""
+    """Seconds from the due time of the request to its first token."""
     return record.token_times_s[0] - record.due_s if record.token_times_s else None
 
 
 def replay_ttft_s(record: StreamRecord, decided_s: float) -> float | None:
-    """From arrival to the first token of the attempt that was decided at `decided_s` (LUMEN section
-    3: "replay TTFT").
+    """Seconds from arrival to the first token of the attempt that was decided at `decided_s` (LUMEN
+    section 3: "replay TTFT").
     """
     first = next((at_s for at_s in record.token_times_s if at_s > decided_s), None)
     return None if first is None else first - record.due_s
@@ -88,7 +86,7 @@ def tpot_s(record: StreamRecord) -> float | None:
 
 
 def latency_s(record: StreamRecord) -> float | None:
-    """From the moment at which the request was due to its end."""
+    """Seconds from the due time of the request to its end."""
     return record.ended_s - record.due_s if record.completed else None
 
 
@@ -97,15 +95,15 @@ def max_gap_s(record: StreamRecord) -> float | None:
 
 
 def gaps_s(record: StreamRecord) -> list[float]:
-    """Every time between tokens."""
+    """All times between tokens."""
     return [later - earlier for earlier, later in pairwise(record.token_times_s)]
 
 
 def pause_after(record: StreamRecord, fault_s: float) -> Pause | None:
-    """The longest wait for a token that ended after `fault_s`; None when no token came after it.
+    """The longest wait for a token that ended after `fault_s`; None: no later token.
 
-    A wait that began before the fault counts whole, since a client sees no seam in it; of the wait
-    for the first token only the part after the fault counts, since the rest is TTFT.
+    A wait that began before the fault counts whole, since a client sees no seam. The wait for the
+    first token counts from the fault on, since the rest is TTFT.
     """
     times_s = record.token_times_s
     first_after = bisect_right(times_s, fault_s)
@@ -121,8 +119,7 @@ def pause_after(record: StreamRecord, fault_s: float) -> Pause | None:
 def fault_to_first_token_s(
     victims: Iterable[tuple[StreamRecord, float]], fault_s: float
 ) -> float | None:
-    """TFS: from the fault to the first token that any interrupted stream received after its
-    recovery was decided.
+    """TFS: from the fault to the first token of any interrupted stream after its recovery decision.
 
     Args:
         victims: each interrupted stream with the time at which its recovery was decided. A token
@@ -138,14 +135,14 @@ def fault_to_first_token_s(
 
 
 def duration_s(records: Sequence[StreamRecord]) -> float:
-    """From the first send to the last end."""
+    """Seconds from the first send to the last end."""
     if not records:
         return 0.0
     return max(record.ended_s for record in records) - min(record.sent_s for record in records)
 
 
 def meets(record: StreamRecord, slo: Slo) -> bool:
-    """Complete and within the SLO; one token alone has no TPOT and meets any."""
+    """Return whether a request is complete and within the SLO. A single token has no TPOT."""
     return (
         record.completed
         and (arrival_ttft_s(record) or 0.0) <= slo.ttft_s
@@ -160,9 +157,7 @@ def goodput_per_s(records: Sequence[StreamRecord], slo: Slo) -> float:
 
 
 def request_rates(records: Sequence[StreamRecord]) -> tuple[float, float] | None:
-    """Requests per second that the trace asked for, and that the client offered; None where they
-    have no rate.
-    """
+    """Requests per second of the trace and of the client; None: no rate."""
     due = sorted(record.due_s for record in records)
     sent = sorted(record.sent_s for record in records)
     if len(due) < 2 or due[0] == due[-1] or sent[0] == sent[-1]:
@@ -171,7 +166,7 @@ def request_rates(records: Sequence[StreamRecord]) -> tuple[float, float] | None
 
 
 def summary(records: Sequence[StreamRecord], slo: Slo) -> dict[str, object]:
-    """One run in numbers, as the report has it."""
+    """The measures of one run for the report."""
     tokens = sum(record.tokens for record in records)
     run_s = duration_s(records)
     rates = request_rates(records)

@@ -1,13 +1,11 @@
-"""The oracle: whether the stream that survived a fault equals the stream of the same request
-without a fault.
+"""The oracle compares the stream that survived a fault with the same stream without a fault.
 
-A token is **lost** when the clean run has it and the faulted one does not, **repeated** when the
-faulted run has one more than the clean one, **different** when each has a token in the same place
-and they are not equal. For streams that are not equal this is decided on a shortest-edit view of
-the two sequences (difflib): deletions are lost, insertions repeated, a replacement of m tokens by n
-counts min(m, n) different and the rest as lost or repeated. A truncated tail is therefore lost. For
-every pair of sequences `len(clean) - lost + repeated == len(faulted)`, and all three are 0 only for
-equal ones.
+A token is **lost** when only the clean run has it, **repeated** when the faulted run has an extra
+token, and **different** when both runs have unequal tokens in the same place. For unequal streams
+the decision uses a shortest-edit view of the two sequences (difflib): deletions are lost,
+insertions repeated, and a replacement of m tokens by n counts min(m, n) different and the rest as
+lost or repeated. A truncated tail is therefore lost. For every pair of sequences `len(clean) - lost
++ repeated == len(faulted)`, and all three are 0 only for equal sequences.
 """
 
 from collections.abc import Sequence
@@ -39,13 +37,9 @@ class StreamVerdict:
 
     index: int
     tokens: Difference
-    text_equal: (
-        bool  # Also the text, not only the ids: a seam can break a character or drop a space.
-    )
+    text_equal: bool  # A seam can break a character or drop a space with equal ids.
     finish_equal: bool  # Finish reason and reported usage.
-    verified: (
-        bool  # False where the clean run itself failed: then there is nothing to compare with.
-    )
+    verified: bool  # False: the clean run failed, so nothing can be compared.
 
     @property
     def exact(self) -> bool:
@@ -53,7 +47,7 @@ class StreamVerdict:
 
 
 def compare(faulted: Sequence[int], clean: Sequence[int]) -> Difference:
-    """Count what `faulted` lost, repeated or changed of `clean`; equal sequences cost one pass."""
+    """Count lost, repeated and changed tokens of `clean`. Equal sequences cost one pass."""
     start = _common_prefix(faulted, clean)
     if start == len(faulted) == len(clean):
         return Difference()
@@ -76,7 +70,7 @@ def judge(faulted: Sequence[StreamRecord], clean: Sequence[StreamRecord]) -> lis
 
 
 def total(verdicts: Sequence[StreamVerdict]) -> Difference:
-    """Sum over the streams that could be verified."""
+    """Sum the differences of all streams that could be verified."""
     return sum((verdict.tokens for verdict in verdicts), Difference())
 
 

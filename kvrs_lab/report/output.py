@@ -7,7 +7,7 @@ from kvrs.errors import ConfigError
 
 
 def claim_directory(directory: Path) -> None:
-    """Check that files can be written there, before the run whose result would be lost.
+    """Check that the directory is writable, before a run whose result would be lost.
 
     Raises:
         ConfigError: they cannot; with the reason.

@@ -1,8 +1,7 @@
-"""The timeline of the report, as inline SVG whose colours are CSS variables, so that they follow
-the reader's colour scheme.
+"""The timeline of the report, as inline SVG in the reader's colour scheme.
 
-matplotlib knows no CSS, so it is drawn in stand-in colours which are then replaced in the SVG
-text.
+The colours are CSS variables. matplotlib knows no CSS: it draws in stand-in colours, which are
+replaced in the SVG text.
 """
 
 import io
@@ -20,7 +19,7 @@ from matplotlib.path import Path as Outline
 from kvrs_lab.report.report import Report
 from kvrs_lab.report.table import fault_label
 
-# Stand-in colour by CSS variable. They must differ.
+# Stand-in colour by CSS variable; all must differ.
 _COLORS = {
     "ink": "#1d2431",
     "soft": "#667086",
@@ -32,10 +31,8 @@ _COLORS = {
     "recompute": "#d97707",
     "other": "#7c5cd7",
 }
-_LETTER_SHARE = 0.0072  # Of the width of the timeline that a letter of a label takes, at the most.
-_LABEL_SHARE = (
-    0.08  # Of the width of the timeline: less than this between two labels is too little.
-)
+_LETTER_SHARE = 0.0072  # Largest share of the timeline's width for a letter of a label.
+_LABEL_SHARE = 0.08  # Least distance of two labels, as a share of the timeline's width.
 _STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -56,12 +53,12 @@ _STYLE = {
 }
 
 
-_styled = mpl.rc_context(_STYLE)  # As a decorator: each call draws in this style.
+_styled = mpl.rc_context(_STYLE)  # Decorator: each call draws in this style.
 
 
 @_styled
 def timeline_svg(report: Report) -> str:
-    """Streams by arrival, the first on top; times of the faulted run."""
+    """Draw the streams by arrival, the first on top, with the times of the faulted run."""
     streams = sorted(report["per_stream"], key=lambda stream: (stream["due_s"], stream["index"]))
     row_of = {stream["index"]: row for row, stream in enumerate(streams)}
     height = min(8.0, max(2.4, 1.2 + 0.09 * len(streams)))  # Inches.
@@ -95,7 +92,7 @@ def _ended_s(report: Report) -> float:
 
 
 def _no_formula(text: str) -> str:
-    """A dollar sign would begin a formula."""
+    """Escape the dollar sign, which would begin a formula."""
     return text.replace("$", r"\$")
 
 
@@ -106,7 +103,7 @@ def _strokes(
     width: float,
     alpha: float = 1.0,
 ) -> None:
-    """Many straight strokes as one path: a tenth of the bytes of one SVG element each."""
+    """Draw many straight strokes as one path, which takes a tenth of the bytes of SVG elements."""
     if not lines:
         return
     points = np.array(lines, dtype=float).reshape(-1, 2)
@@ -134,7 +131,7 @@ def _draw_faults(axes: Axes, report: Report) -> None:
     groups: list[tuple[float, list[str]]] = []
     for fault in sorted(report["faults"], key=lambda fault: float(fault["at_s"])):
         axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
-        # Faults at about the same time share one label, which would otherwise overlap.
+        # Faults at about the same time share a label, since labels would overlap.
         if not groups or fault["at_s"] - groups[-1][0] > _LABEL_SHARE * ends_s:
             groups.append((fault["at_s"], []))
         groups[-1][1].append(fault_label(fault))
@@ -144,7 +141,7 @@ def _draw_faults(axes: Axes, report: Report) -> None:
         text = _no_formula(", ".join(labels))
         late = at_s > ends_s / 2
         at, width = at_s / ends_s, _LETTER_SHARE * len(text)
-        # A label that would overlap the one before it goes above that one.
+        # A label that would overlap the previous one goes above it.
         high = not high and (at - width if late else at) < taken
         taken = max(taken, at if late else at + width)
         axes.annotate(
@@ -164,7 +161,7 @@ def _color(option: str) -> str:
 
 
 def _svg(figure: Figure) -> str:
-    """Inline SVG: no prologue, no metadata, colours by variable."""
+    """Inline SVG without prologue and metadata, with colours by variable."""
     target = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": "timeline"}):
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})

@@ -1,5 +1,5 @@
-"""The report of a run, usually one with faults beside the same run without: `report.json`, from
-which table and page are drawn.
+"""The report of a run, usually compared with the same run without faults: `report.json`, the source
+of table and page.
 """
 
 import json
@@ -22,10 +22,10 @@ from kvrs_lab.traces.records import StreamRecord
 
 SCHEMA_VERSION = 3
 _TIME_DIGITS = 6  # Microseconds: the resolution of a client's clock.
-_RUN_MAX_S = 1e6  # A time beyond it was read from another clock.
+_RUN_MAX_S = 1e6  # A later time is of another clock.
 _BINS = 200
 _SHORTEST_BIN_S = 0.25
-# With more the file becomes too large to open; the throughput still counts them.
+# A larger file is hard to open; the throughput counts all tokens.
 _KEPT_TOKEN_TIMES = 200_000
 
 Report = dict[str, Any]
@@ -99,7 +99,7 @@ def build_report(
 
 
 def _origin(proxy: Mapping[str, Any]) -> dict[str, Any]:
-    """When, where and with which versions, policy and configuration the run was made."""
+    """The origin of the run: time, machine, versions, policy and configuration."""
     system = os.uname()
     return {
         "schema_version": SCHEMA_VERSION,
@@ -112,7 +112,7 @@ def _origin(proxy: Mapping[str, Any]) -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "python": platform.python_version(),
             "torch": _installed("torch"),
-            # platform.platform() has the same, and starts a process for it.
+            # platform.platform() has the same facts, but starts a process.
             "platform": f"{system.sysname}-{system.release}-{system.machine}",
         },
     }
@@ -158,9 +158,7 @@ def _json(value: Any) -> str:
 
 
 def _compared(faulted: Sequence[StreamRecord], clean: Sequence[StreamRecord] | None) -> str:
-    """The data that the oracle can compare: tokens where the endpoint returns token ids, else text
-    only.
-    """
+    """The comparable data: tokens if the endpoint returns token ids, else text."""
     if clean is None:
         return "nothing"
     seen = [record for record in (*faulted, *clean) if record.token_times_s]
@@ -168,7 +166,7 @@ def _compared(faulted: Sequence[StreamRecord], clean: Sequence[StreamRecord] | N
 
 
 def _reasons(report: Report) -> list[str]:
-    """Reasons why the run was not exact, or not complete; empty when it was."""
+    """Reasons why the run was not exact or not complete; empty: exact."""
     counted = {
         "errors": "streams did not complete",
         "tokens_lost": "tokens lost",
@@ -185,8 +183,8 @@ def _reasons(report: Report) -> list[str]:
 
 
 def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> dict[str, Any]:
-    """The proxy's row with two measures of the client: its longest wait from the recovery on, and
-    its replay TTFT.
+    """The proxy's row with two measures of the client: the longest wait from the recovery on, and
+    the replay TTFT.
     """
     pause = metrics.pause_after(record, recovery["at_s"]) if record else None
     return {
@@ -202,7 +200,7 @@ def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> d
 
 
 def _waits_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The client's waits, each once: a recovery that failed and was decided again is one wait."""
+    """The client's waits. A recovery that failed and was decided again counts as one wait."""
     waits = {
         (row["stream"], row["pause_from_s"]): row["pause_s"]
         for row in rows
@@ -216,8 +214,8 @@ def _fault_rows(
     rows: Sequence[Mapping[str, Any]],
     by_stream: Mapping[str, StreamRecord],
 ) -> list[dict[str, Any]]:
-    """Faults with their TFS. A recovery belongs to the last fault before it, or to all of that
-    moment, that hit the instance from which the stream was recovered.
+    """Faults with their TFS. A recovery belongs to the last earlier fault of its failed instance,
+    or to all such faults of that moment.
     """
     victims: list[list[Mapping[str, Any]]] = [[] for _ in faults]
     for row in rows:
@@ -249,9 +247,7 @@ def _fault_row(
 
 
 def _replay_ttft_s(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Replay TTFT by request; for a stream that was interrupted twice, that of the last
-    recovery.
-    """
+    """Replay TTFT by request; the last recovery counts."""
     return {
         row["index"]: row["replay_ttft_s"]
         for row in rows
@@ -260,8 +256,8 @@ def _replay_ttft_s(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def _groups(records: Sequence[StreamRecord], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Measures of interrupted and uninterrupted requests, apart: in common means the many that
-    were not hit hide the few that were.
+    """Measures of interrupted and uninterrupted requests, separately: common means would hide the
+    few interrupted requests.
     """
     hit = {row["index"] for row in rows}
     replayed = _replay_ttft_s(rows)
@@ -329,7 +325,7 @@ def _throughput(
 
 
 def _ttp_s(report: Report) -> float | None:
-    """TTP after the last fault; between faults the cluster may not reach its peak again."""
+    """TTP after the last fault, since the cluster may not reach its peak between faults."""
     done = [fault for fault in report["faults"] if fault["tfs_s"] is not None]
     if not done:
         return None

@@ -11,7 +11,7 @@ from kvrs.errors import check_extras
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean of `n` runs, plus or minus `half_width`, which a single run does not have."""
+    """A mean of `n` runs, plus or minus `half_width`; None: a single run."""
 
     mean: float
     half_width: float | None

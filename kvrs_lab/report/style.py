@@ -1,6 +1,4 @@
-"""The style sheet of `report.html`: light and dark by the reader's setting, also for narrow
-screens.
-"""
+"""The style sheet of `report.html`: light and dark by the reader's setting, or narrow."""
 
 CSS = """\
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #667085; --line: #d9dee7;

@@ -12,12 +12,12 @@ from kvrs.tables import folded
 from kvrs_lab.report.metrics import LATE_S
 from kvrs_lab.report.report import Report
 
-_SHARE_OFF = 0.01  # Beyond it the client did not offer what it was asked for.
+_SHARE_OFF = 0.01  # A larger deviation of the client's rate is reported.
 
 
 def terminal_table(report: Report) -> RenderableType:
-    """Verdict and origin, then one row per quantity with and without the fault. Data are shown as
-    text, never as markup.
+    """Verdict and origin, then a row per quantity with and without the fault. Data is text, never
+    markup.
     """
     doubts = doubt_lines(report)
     notes = [Text(line, style="red") for line in (*error_lines(report), *never_due_lines(report))]
@@ -31,7 +31,7 @@ def terminal_table(report: Report) -> RenderableType:
 
 
 def origin_sentence(report: Report) -> str:
-    """Policy, date and versions of the run, as far as they are known."""
+    """Known policy, date and versions of the run."""
     machine, proxy = report["machine"], report["proxy_version"]
     parts = {
         "policy": report["policy"],
@@ -46,7 +46,7 @@ def origin_sentence(report: Report) -> str:
 
 
 def run_names(report: Report) -> tuple[str, str]:
-    """Names of the run and of the clean run; without a fault the clean run is a repetition."""
+    """Names of the run and of the clean run, which is a repetition if there is no fault."""
     return ("with the fault", "without") if report["faults"] else ("measured", "again")
 
 
@@ -71,7 +71,7 @@ def verdict_sentence(report: Report) -> str:
 
 
 def doubt_lines(report: Report) -> list[str]:
-    """Warnings of figures that mean less than they seem to."""
+    """Warnings of figures that are less reliable than they look."""
     late, warm = late_sentence(report), None
     if (
         report["exact"] is not None
@@ -86,7 +86,7 @@ def doubt_lines(report: Report) -> list[str]:
 
 
 def late_sentence(report: Report) -> str | None:
-    """A warning where the client itself did not keep to the trace, which distorts its numbers."""
+    """A warning if the client did not keep to the trace, which distorts its numbers."""
     run = report["runs"]["fault"]
     asked, offered = run["asked_per_s"], run["offered_per_s"]
     off = asked is not None and abs(offered / asked - 1) > _SHARE_OFF
@@ -105,7 +105,7 @@ def late_sentence(report: Report) -> str | None:
 
 
 def errors_by_kind(report: Report) -> list[tuple[str, int, int, str]]:
-    """For each kind of error: name, count of streams, index of the first one and its message."""
+    """For each kind of error: name, count of streams, index and message of the first."""
     found: dict[str, tuple[int, int, str]] = {}
     for key, run in (("error", ""), ("clean_error", "in the clean run, ")):
         for stream in report["per_stream"]:
@@ -124,9 +124,7 @@ def error_lines(report: Report) -> list[str]:
 
 
 def never_due_lines(report: Report) -> list[str]:
-    """Warnings, since a run without its faults must not look like one that survived them, nor the
-    part of a run like the whole.
-    """
+    """Warnings of faults that were never due and of partial runs, which look too good."""
     lines = [f"A fault never came due: {label}" for label in report["faults_never_due"]]
     part = report["settings"].get("interrupted")
     return [f"Interrupted: {part}", *lines] if part else lines
@@ -165,7 +163,7 @@ def _verdict(report: Report) -> Text:
 
 
 def quantities(report: Report) -> Table:
-    """One row per quantity, with and without the fault."""
+    """A row per quantity, with and without the fault."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     fault, clean = report["runs"]["fault"], report["runs"]["clean"]
     table.add_column("", no_wrap=True)
@@ -226,7 +224,7 @@ def _add_fault_rows(report: Report, row: Any) -> None:
 
 
 def text_rows(table: Table) -> list[list[str]]:
-    """The cells of a table as text, its header first."""
+    """The cells of a table as text, with the header first."""
     headers = [str(column.header) for column in table.columns]
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     return [headers, *map(list, zip(*columns, strict=True))]
@@ -261,7 +259,7 @@ def _pair(spread: Mapping[str, float | None]) -> str:
 
 
 def _both(one_s: float | None, other_s: float | None) -> str:
-    """Two times; the unit stands once where it is the same."""
+    """Two times, with one unit if it is the same."""
     one, other = milliseconds(one_s), milliseconds(other_s)
     return (
         f"{one.removesuffix(' ms')} / {other}"
