@@ -1,6 +1,4 @@
-"""The laboratory's access to a cluster: it reads a proxy's state, and sends orders to instances and
-agents.
-"""
+"""The laboratory's access to a cluster: a proxy's state, and orders to instances and agents."""
 
 import asyncio
 from types import TracebackType
@@ -20,9 +18,9 @@ _SHOWN_BYTES = 200
 
 
 class AdminPort:
-    """Asynchronous client of an admin port, which also sends orders to the instances and agents
-    that the port names. An async context manager. Without the cluster's secret it only reads; `tls`
-    is for the cluster's `security.tls`.
+    """Asynchronous client of an admin port, which also sends orders to the instances and agents of
+    its state. An async context manager. A client without the cluster's secret only reads; `tls` is
+    for the cluster's `security.tls`.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class AdminPort:
         await self._to_members.close()
 
     async def state(self) -> Any:
-        """`/kvrs/v1/state`.
+        """Read `/kvrs/v1/state`.
 
         Raises:
             AdminError: there is no answer, or not from a kvrs proxy.
@@ -60,8 +58,8 @@ class AdminPort:
     async def wait_all_up(
         self, timeout_s: float, look_again_s: float, *, tested: bool = False
     ) -> None:
-        """Wait until every instance and agent is up; with `tested`, also until no self-test is
-        left, which would send requests and KV of its own.
+        """Wait until every instance and agent is up; with `tested`, also until all self-tests are
+        done, which send requests and KV.
 
         Raises:
             AdminError: some are not up after `timeout_s`; the message names them.
@@ -77,9 +75,7 @@ class AdminPort:
             raise AdminError(self.client.url, cause) from None
 
     async def reset_caches(self) -> bool:
-        """Empty every instance's prefix cache, so that each run starts cold; False without the
-        secret.
-        """
+        """Empty all prefix caches for a cold start; return False without the secret."""
         if self.secret is None:
             return False
         for row in (await self.state())["instances"]:
@@ -88,7 +84,7 @@ class AdminPort:
         return True
 
     async def inject(self, name: str, url: str, fault: FaultRequest) -> None:
-        """Let the named instance or agent inject a fault into what it sends."""
+        """Inject a fault at the named instance or agent."""
         await self._post(name, url, "/kvrs/v1/faults", msgspec.json.encode(fault))
 
     async def _post(self, name: str, base: str, path: str, body: bytes) -> None:
@@ -121,7 +117,7 @@ def _down(state: Any) -> list[str]:
 
 
 def _in_tests(state: Any, tested: bool) -> list[str]:
-    """Instances with an unfinished self-test, if `tested`; `self_test` is null at a proxy without
+    """Instances with an unfinished self-test, if `tested`. `self_test` is null at a proxy without
     self-tests.
     """
     tests = {row["id"]: row["self_test"] for row in state["instances"]} if tested else {}

@@ -1,4 +1,4 @@
-"""`kvrs lab replay`: drive an OpenAI endpoint with a trace, inject faults if given, compare with a
+"""`kvrs lab replay`: send a trace to an OpenAI endpoint, inject faults if given, compare with a
 clean run, and write the report.
 """
 
@@ -40,7 +40,7 @@ from kvrs_lab.traces.mooncake import (
 from kvrs_lab.traces.presets import PRESETS
 from kvrs_lab.traces.records import ReplayRequest
 
-# Every model has so many tokens; the first few are often special.
+# Least vocabulary of any model; the first few tokens are often special.
 SMALLEST_VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
 _GENERATED_REQUESTS = 100
@@ -54,7 +54,7 @@ class ReplayOptions:
 
     url: str
     out: Path
-    # Exactly one of the two.
+    # Either `trace` or `preset`.
     trace: Path | None = None
     preset: str | None = None
     requests: int | None = None  # None: all of the trace, or 100 generated ones.
@@ -64,18 +64,18 @@ class ReplayOptions:
     seed: int = 0
     oracle: bool = False
     fault: Path | None = None
-    admin: AdminClient | None = None  # Of the proxy behind `url`.
+    admin: AdminClient | None = None  # Admin port of the proxy behind `url`.
     secret: bytes | None = None
     tls: Certificates | None = None
 
 
-# Checks beforehand whether faults can be carried out; see `kvrs_lab.cluster.fault_injection`.
+# Checks in advance whether faults can be carried out; see `kvrs_lab.cluster.fault_injection`.
 Check = Callable[[list[Fault], AdminPort], Awaitable[None]]
 
 
 def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Check) -> bool:
-    """Run it and write report.json and report.html to `out`; True when every stream was complete,
-    and with the oracle exact.
+    """Replay, and write report.json and report.html to `out`. Return whether every stream was
+    complete, and exact with the oracle.
 
     `inject_faults` and `check` carry out and vet faults (`kvrs_lab.cluster.fault_injection`).
 
@@ -112,8 +112,8 @@ def _faults(options: ReplayOptions) -> list[Fault]:
 def load_requests(
     options: ReplayOptions, console: Console | None = None, served: int | None = None
 ) -> list[ReplayRequest]:
-    """The trace as it will be sent. What was done to a preset without a scale of lengths, for a
-    server that takes `served` tokens, is printed on the console.
+    """Load the trace in the form to send. A message on the console describes how a preset was
+    scaled to a server of `served` tokens.
 
     Raises:
         ConfigError, TraceError: options or the file are wrong.
@@ -180,7 +180,7 @@ async def _run_all(
     check: Check,
     console: Console,
 ) -> tuple[Report, bool]:
-    """The report, and whether Ctrl-C ended the run: it is that of the streams that had ended."""
+    """Return the report, and whether Ctrl-C ended the run with only some streams ended."""
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
         stack.enter_context(_on_interrupt(stop))
@@ -208,7 +208,7 @@ def _part(run: Run, requests: list[ReplayRequest]) -> str:
 
 @contextmanager
 def _on_interrupt(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C sets `stop`, the second one ends the process."""
+    """Let the first Ctrl-C set `stop`, and the second end the process."""
     loop = asyncio.get_running_loop()
 
     def first() -> None:
@@ -216,7 +216,7 @@ def _on_interrupt(stop: asyncio.Event) -> Iterator[None]:
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # No signal can be handled here.
+        yield  # Only the main thread can handle signals.
         return
     loop.add_signal_handler(signal.SIGINT, first)
     try:
@@ -239,7 +239,7 @@ async def _pass(
 
 
 async def _all_up(port: AdminPort | None) -> None:
-    """Wait until killed processes are back: the clean run needs a whole cluster."""
+    """Wait until killed processes are back, since the clean run needs a whole cluster."""
     if port is not None:
         await port.wait_all_up(_BACK_UP_S, _LOOK_AGAIN_S)
 
@@ -257,7 +257,7 @@ def _report(
         "trace": options.trace.name if options.trace else f"preset {options.preset}",
         "rate": options.rate,
         "length_scale": options.length_scale,
-        # As they are sent, also where a preset was scaled to the server.
+        # The values as sent, after any scaling to the server.
         "requests": len(requests),
         "longest_prompt_tokens": max((len(each.prompt_ids) for each in requests), default=None),
         "longest_output_tokens": max((each.max_tokens for each in requests), default=None),
@@ -292,12 +292,12 @@ def _write(report: Report, out: Path, console: Console) -> None:
 
 
 def _write_page(report: Report, path: Path) -> str:
-    """Write the HTML page; return its path, or the reason for which there is none."""
+    """Write the HTML page; return its path, or the reason for a missing page."""
     try:
         check_extras("report")
     except MissingExtraError as error:
         return f"(no {path}: {error})"
-    # Here and not above: matplotlib takes a second to load.
+    # matplotlib takes a second to load.
     from kvrs_lab.report.html import write_html
 
     write_html(report, path)

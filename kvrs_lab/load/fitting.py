@@ -1,4 +1,4 @@
-"""Requests that a server has room for: its `max_model_len`, and traces scaled to it."""
+"""The limit of a server's requests (`max_model_len`), and traces scaled to it."""
 
 import aiohttp
 import msgspec
@@ -9,7 +9,7 @@ from kvrs_lab.report.metrics import percentile
 from kvrs_lab.traces.mooncake import Trace, clip, scale
 
 _TIMEOUT_S = 10.0
-_USUAL_PERCENT = 95  # Prompts up to here are scaled whole; longer ones are cut too.
+_USUAL_PERCENT = 95  # Percentile of lengths; longer prompts are cut too.
 
 
 class _Model(msgspec.Struct):
@@ -22,8 +22,7 @@ class _Models(msgspec.Struct):
 
 
 async def served_tokens(url: str, dialect: Dialect) -> int | None:
-    """Tokens of prompt and output together that a server takes, from its `/v1/models`; None: it
-    does not report them.
+    """Limit of prompt and output tokens, from the server's `/v1/models`; None: not reported.
 
     Raises:
         ConfigError: nothing answers there.
@@ -52,23 +51,23 @@ async def served_tokens(url: str, dialect: Dialect) -> int | None:
 
 
 def too_long(trace: Trace, most_tokens: int) -> int:
-    """How many requests of a trace a server would refuse."""
+    """Number of requests of a trace that a server would refuse."""
     return sum(each.input_tokens + each.output_tokens > most_tokens for each in trace.requests)
 
 
 def fitted(trace: Trace, most_tokens: int) -> tuple[Trace, str]:
-    """The trace with a quarter of the server's tokens for outputs and the rest for prompts, and
-    what was done to it.
+    """Scale the trace to a quarter of the server's tokens for outputs and the rest for prompts.
+    Return the trace, and a description of the changes.
     """
     outputs = max(1, most_tokens // 4)
-    prompts = max(1, most_tokens - outputs - 1)  # The first token is of the prompt's last position.
+    prompts = max(1, most_tokens - outputs - 1)  # The prompt's last position gives the first token.
     lengths = [request.input_tokens for request in trace.requests]
     usual = percentile(lengths, _USUAL_PERCENT)
     assert usual is not None
     try:
         found = scale(trace, prompts, outputs, round(usual))
         how = f"blocks of {trace.block_tokens} tokens became {found.block_tokens}"
-    except TraceError:  # Not even blocks of one token fit.
+    except TraceError:  # Blocks of one token do not fit either.
         found, how = clip(trace, prompts, outputs), "blocks stayed as they were"
     full = sum(-(-length // trace.block_tokens) for length in lengths)
     kept = sum(len(request.hash_ids) for request in found.requests)

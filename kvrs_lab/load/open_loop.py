@@ -1,9 +1,7 @@
-"""Open-loop load: every request is sent when it is due, however slow the server is, and every one
-leaves a record.
+"""Open-loop load: every request is sent when it is due, however slow the server, and has a record.
 
-The client is a plain HTTP one on purpose: it sees what an application would see, and judges it. A
-stream is complete only with a finish reason and the terminal event; bytes that merely end are an
-error.
+The client is a plain HTTP client, on purpose: it sees and judges what an application would see. A
+complete stream has a finish reason and the terminal event; an early end of the bytes is an error.
 """
 
 import asyncio
@@ -24,17 +22,17 @@ _ERROR_BODY_MAX_BYTES = 1 << 16
 class Dialect:
     """The form of requests that the endpoint expects."""
 
-    model: str | None = None  # The model's name; none: the server's only one.
-    # Only fields that every OpenAI server supports. Otherwise also `return_token_ids`, which the
-    # oracle needs, and `ignore_eos`, without which streams end early.
+    model: str | None = None  # Name; None: the server's only model.
+    # Only fields that every OpenAI server supports, without `return_token_ids`, which the oracle
+    # needs, and without `ignore_eos`, which prevents early ends.
     plain: bool = False
     api_key: str | None = None
-    cache_salt: str | None = None  # No prefix cache of another salt is used.
+    cache_salt: str | None = None  # Requests share a prefix cache only with the same salt.
 
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of the run; one object for the whole run, always current."""
+    """Progress of the run, in one object that is always current."""
 
     total: int
     sent: int = 0
@@ -94,15 +92,14 @@ async def replay(
         ended: gets each record as its stream ends, for callers that cancel the rest.
     """
     dialect = dialect or Dialect()
-    # Before the clock runs: it must not delay what is due.
+    # Encoding comes before the clock starts, so that it delays no request.
     bodies = encode(requests, dialect) if bodies is None else bodies
     assert len(bodies) == len(requests)
     if start_s is None:
         start_s = time.monotonic()
     run = _Run(url, dialect, on_progress, progress or Progress(len(requests)), start_s)
     run.records = [] if ended is None else ended
-    # A connection of its own for each stream: an error is then the server's doing, never that of a
-    # stale connection.
+    # Each stream has its own connection, so that no error is due to a stale connection.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with (
@@ -111,7 +108,7 @@ async def replay(
     ):
         streams = {}
         for index in sorted(range(len(requests)), key=lambda index: requests[index].arrival_s):
-            # One by one as they are due: thousands of tasks that sleep would delay the first ones.
+            # Each task starts when due: thousands of sleeping tasks would delay the first ones.
             await asyncio.sleep(requests[index].arrival_s - (time.monotonic() - start_s))
             streams[index] = tasks.create_task(
                 run.stream(session, index, requests[index], bodies[index])
@@ -157,7 +154,7 @@ class _Run:
         self._on_progress = on_progress
         self._progress = progress
         self._start_s = start_s
-        self.records: list[StreamRecord] = []  # Of streams that have ended.
+        self.records: list[StreamRecord] = []  # Records of streams that have ended.
 
     async def stream(
         self, session: aiohttp.ClientSession, index: int, request: ReplayRequest, body: bytes
@@ -231,7 +228,7 @@ class _Run:
             record.usage_tokens = chunk.usage.completion_tokens
         for choice in chunk.choices:
             token_ids, text = choice.token_ids or [], choice.text or ""
-            # A server that does not say its ids sends text, as a rule a token at a time.
+            # A server without ids sends text, usually a token at a time.
             received = len(token_ids) or (1 if text and not record.token_ids else 0)
             record.token_ids += token_ids
             record.token_times_s += [now_s] * received
@@ -248,8 +245,8 @@ class _Run:
 
 
 class _Lines:
-    """Cuts a byte stream into the data of its server-sent events (one line each, as OpenAI servers
-    send them).
+    """Splits a byte stream into the data of its server-sent events, one line each, as OpenAI
+    servers send them.
     """
 
     def __init__(self) -> None:

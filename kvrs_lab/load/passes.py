@@ -1,4 +1,4 @@
-"""One pass over the requests, with or without faults, and the cluster's state after it."""
+"""One pass over the requests, with or without faults, and the later state of the cluster."""
 
 import asyncio
 import time
@@ -16,15 +16,15 @@ from kvrs_lab.traces.records import ReplayRequest, StreamRecord
 
 @dataclass(slots=True)
 class Run:
-    """One pass over the requests. All times count from its start."""
+    """One pass over the requests. All times count from the start of the pass."""
 
     records: list[StreamRecord]
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
-    never_due: list[Fault] = field(default_factory=list)  # Whose conditions were never met.
-    cold: bool = False  # It began with empty prefix caches.
+    never_due: list[Fault] = field(default_factory=list)  # Faults whose conditions were never met.
+    cold: bool = False  # The prefix caches were empty at the start.
     proxy: dict[str, Any] = field(default_factory=dict)  # The proxy's row in its state.
-    interrupted: bool = False  # The records are those of the streams that had ended by then.
+    interrupted: bool = False  # Only ended streams have records.
 
     @property
     def faults_left(self) -> int:
@@ -39,22 +39,22 @@ class Injection:
     schedule: FaultSchedule
     start_s: float  # `time.monotonic()` of the run's start.
     requests_sent: Callable[[], int]
-    carried_out: list[dict[str, Any]]  # Where each fault is noted as it is done.
+    carried_out: list[dict[str, Any]]  # Record of each fault that is done.
 
 
-# Carries out every fault of the injection when it is due, until all are over; undoes lasting ones
-# when it is cancelled.
+# Carries out every fault of the injection when it is due, until all are over. A cancellation undoes
+# lasting faults.
 FaultInjector = Callable[[Injection], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The endpoint, and how faults are carried out there."""
+    """The endpoint, and the means of injecting faults."""
 
     url: str
     dialect: Dialect | None = None
     timeout_s: float = 300.0
-    port: AdminPort | None = None  # None: an endpoint with the API only.
+    port: AdminPort | None = None  # None: an endpoint without an admin port.
     inject_faults: FaultInjector | None = None
 
 
@@ -66,8 +66,8 @@ async def run_pass(
     on_progress: Callable[[Progress], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> Run:
-    """Replay the requests, on empty caches where possible, and carry the faults out when they are
-    due. Once `stop` is set the rest is given up.
+    """Replay the requests, on empty caches if possible, and carry out the due faults. `stop` gives
+    up the rest.
 
     Raises:
         AdminError, and whatever the injector raises: the load is given up then.
@@ -126,8 +126,8 @@ async def _stop(load: asyncio.Task[list[StreamRecord]], stop: asyncio.Event | No
 async def _beside(
     load: asyncio.Task[list[StreamRecord]], inject_faults: Awaitable[None]
 ) -> list[StreamRecord]:
-    """The load's result; a failing fault injector ends the load, and the end of the load ends the
-    injector.
+    """Return the load's result. A failed fault injector ends the load, and the end of the load ends
+    the injector.
     """
     injector = asyncio.ensure_future(inject_faults)
     try:
@@ -145,7 +145,7 @@ def _recoveries(
     state: Any, records: Sequence[StreamRecord], start_wall_s: float
 ) -> list[dict[str, Any]]:
     own = {record.stream for record in records}
-    # The proxy's records have the wall clock; both clocks are this machine's.
+    # The proxy's records have the wall clock of this machine.
     return [
         {**row, "at_s": row["at_s"] - start_wall_s}
         for row in state["recoveries"]

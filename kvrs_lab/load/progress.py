@@ -14,8 +14,8 @@ _COUNTS = TextColumn("{task.fields[open]} open, {task.fields[failed]} failed")
 
 @contextmanager
 def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[[Progress], None]]:
-    """A bar of the streams that have ended; what it yields shows a progress, at any rate. Without a
-    terminal only the last state is printed.
+    """Show a bar of ended streams; yield a function that shows a progress. Without a terminal only
+    the last state is printed.
     """
     columns = TextColumn("  {task.description}"), BarColumn(24), MofNCompleteColumn(), _COUNTS
     with Bar(*columns, TimeElapsedColumn(), console=console) as bar:
