@@ -418,7 +418,6 @@ def test_docstrings_of_modules_begin_with_their_subject() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-SERVING = ("kvrs", "kvrs_engine")  # Packages that run in production.
 # A word at the start of a docstring or a comment that stands for a thing which it does not name.
 UNNAMED = re.compile(
     r"\W*(Of|As|Beside|Behind|That|Those|Such|So|It|Its|They|How|Who|Whose|Which|Where|When|Why|What"
@@ -443,14 +442,14 @@ def test_docstrings_and_comments_name_their_thing() -> None:
     wrong = [
         f"{module}: {text[:50]!r}"
         for module in modules()
-        if root_of(module) in SERVING
+        if root_of(module) in PACKAGES
         for node in nodes_of(module)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if UNNAMED.match(text := ast.get_docstring(node) or "")
     ]
     wrong += [
         f"{path.relative_to(ROOT)}:{line} {text[:50]!r}"
-        for package in SERVING
+        for package in PACKAGES
         for path in sorted((ROOT / package).rglob("*.py"))
         for line, text in comments(path)
         if UNNAMED.match(text)

@@ -9,9 +9,7 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs_lab.sim.process import Clock, SimProcess, require
 
 _traffic = attrgetter("traffic")
-CHUNK_PAGES = (
-    4  # Batch size of a link: more would let a checkpoint delay a hand-off, fewer take more steps.
-)
+CHUNK_PAGES = 4  # More would let a checkpoint delay a hand-off; fewer take more steps.
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +23,7 @@ class SimTransfer:
     pages: int
     page_bytes: int
     traffic: TrafficClass
-    arrived: Callable[
-        [int], bool
-    ]  # Called with the number of new pages; False: a page was damaged, stop.
+    arrived: Callable[[int], bool]  # Called with the number of new pages; False: damage, stop.
     ended: Callable[[str | None], None]  # Called once, with the reason of an early end.
     heard_s: float = 0.0
     over: bool = False
