@@ -44,8 +44,8 @@ class Signal(asyncio.Future[T]):
 
 
 class EagerTask(Generic[T]):
-    """Runs a coroutine to its end and then calls `ended` once with its error, CancelledError
-    included. The error is not kept: its frames would keep the task.
+    """Runs a coroutine to its end and then calls `ended` once, with its error (CancelledError too)
+    or None. The error is not kept, because its frames would keep the task alive.
     """
 
     __slots__ = (
@@ -63,7 +63,8 @@ class EagerTask(Generic[T]):
         self._ended = ended
         self._context = copy_context()
         self._waits_for: asyncio.Future[Any] | None = None
-        self.result: T | None = None  # Set if the coroutine has ended without an error.
+        # Result of the coroutine; None before its end, and after an error.
+        self.result: T | None = None
         self._has_begun = self._is_running = self._must_cancel = self.is_over = False
         self._cancelling = 0
 
@@ -72,7 +73,7 @@ class EagerTask(Generic[T]):
         self._has_begun = True
         self._loop.call_soon(self.begin)
 
-    # Methods that asyncio expects of a task.
+    # Methods by which asyncio and coroutines use this object as a task.
 
     def cancel(self, msg: object = None) -> bool:
         """Raise CancelledError where the coroutine waits, in the next turn of the event loop."""
@@ -97,7 +98,7 @@ class EagerTask(Generic[T]):
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
 
-    # Running the coroutine.
+    # Methods that run the coroutine.
 
     def begin(self, _: object = None) -> None:
         """Run the coroutine to its next wait, from its start or from a wait that is over."""
@@ -128,7 +129,9 @@ class EagerTask(Generic[T]):
                 _enter_task(loop, outer)
         if self.is_over:
             return
-        if found is None:  # A bare yield, as in `asyncio.sleep(0)`.
+        # The coroutine has yielded nothing to wait for, as `asyncio.sleep(0)` does: resume it in
+        # the next turn.
+        if found is None:
             loop.call_soon(self.begin)
             return
         found._asyncio_future_blocking = False
@@ -147,6 +150,7 @@ class EagerTask(Generic[T]):
         del self._ended, self._coroutine, self._context
         try:
             ended(self, error)
-        except Exception as bug:  # The error must not stop the code that ended the signal.
+        # Logged, not raised: the code that set the signal's result must go on.
+        except Exception as bug:
             context = {"message": "the end of a task was not taken", "exception": bug}
             self._loop.call_exception_handler(context)

@@ -9,22 +9,21 @@ _SELDOM = 100_000
 
 
 def collect_nothing_yet() -> None:
-    """Disable collections until `keep_what_is_there`: the modules and models of a start are no
-    garbage, and collecting among them is a tenth of its work. Nor are they collected at exit, which
-    would take a sixth of a second without torch and half a second with it.
+    """Disable collections until `keep_what_is_there`: the modules and models that a start loads are
+    no garbage, and collecting among them takes a tenth of the start. They are not collected at exit
+    either, which would take a sixth of a second without torch and half a second with it.
     """
     gc.disable()
     atexit.register(gc.freeze)
 
 
 def keep_what_is_there() -> None:
-    """Exempt the objects of the start from later collections, which would spend tens of
-    milliseconds on them. They do not delay collections either: Python collects old objects only
-    when a quarter as many new ones have grown old, some 20,000, and cycles would pile up for hours.
+    """Exempt the objects that exist now, after the start, from later collections, which would spend
+    tens of milliseconds on them.
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # A collection resets the count of old objects to zero.
+    gc.collect()  # Collect once now, because that resets Python's count of old objects to zero.
     gc.enable()
 
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Size above which parsing takes milliseconds.
+# Size of a request above which parsing takes milliseconds and is done in a thread.
 LARGE_BYTES = 64 << 10
-# Switch interval of the interpreter: Python's default, and while large work runs.
+# Seconds after which the interpreter changes threads: Python's default, and during large work.
 _TURN_S = 0.005
 _SHORT_TURN_S = 0.0005
 
@@ -28,7 +28,7 @@ class LargeWork:
         return work() if size_bytes <= LARGE_BYTES else await self.run_aside(work)
 
     async def run_aside(self, work: Callable[[], T]) -> T:
-        """Run large work in the thread."""
+        """Run work in the thread for large work, and return its result."""
         async with self._turn:
             with short_turns():
                 return await asyncio.to_thread(work)
@@ -36,7 +36,7 @@ class LargeWork:
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Short interpreter turns for all threads while one of them works for milliseconds."""
+    """Shorten the interpreter's turns for all threads while this block works for milliseconds."""
     sys.setswitchinterval(_SHORT_TURN_S)
     try:
         yield

@@ -12,17 +12,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Variable with the log level; child processes inherit it.
+# Environment variable with the log level, which child processes inherit.
+LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
 
-ROWS = "rows"  # Attribute of a record with several lines (`row_log.py`).
+# Attribute of a log record that holds several rows, each of which becomes a line (`row_log.py`).
+ROWS = "rows"
 _encode = json.JSONEncoder(default=str).encode
 
-# Attributes of every record; further attributes came with `extra=` and are shown.
+# Attributes that every record has; all others were given by `extra=`, and are shown as facts.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-Row = tuple[float, Mapping[str, Any]]  # Unix time and facts of a line.
+# One line of a record with several rows: Unix time, and facts.
+Row = tuple[float, Mapping[str, Any]]
 
 
 class _Formatter(logging.Formatter, ABC):
@@ -68,7 +71,7 @@ class _JsonFormatter(_Formatter):
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
-    # Ray marks every record of its process with attributes of this prefix.
+    # Attributes with this prefix are left out: Ray adds them to every record of its processes.
     return {
         name: value
         for name, value in vars(record).items()
@@ -78,7 +81,8 @@ def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     text = str(value)
-    # A cause may quote a peer's bytes: control characters must not forge log lines.
+    # Control characters are quoted: the cause of an error may hold a peer's bytes, which must not
+    # forge log lines.
     return repr(text) if not text.isprintable() or " " in text else text
 
 
@@ -88,7 +92,7 @@ def log_to_stderr(level: str = "info", *, as_json: bool = False, **facts: str) -
 
 
 def log_to(stream: TextIO, level: str = "info", *, as_json: bool = False, **facts: str) -> None:
-    """Log everything from a level on to a stream, and add these facts to each line. A level in the
+    """Log all messages of at least `level` to a stream, with `facts` on each line. A level in the
     environment takes precedence.
     """
     handler = logging.StreamHandler(stream)
@@ -102,7 +106,7 @@ def log_to(stream: TextIO, level: str = "info", *, as_json: bool = False, **fact
 
 
 def old_parts(path: Path) -> dict[int, Path]:
-    """The older files of an event log, `<name>.<number>.gz`, by number."""
+    """Return the older files of the event log at `path`, named `<name>.<number>.gz`, by number."""
     numbered = re.compile(re.escape(path.name) + r"\.([0-9]{1,15})\.gz")
     return {
         int(found[1]): each

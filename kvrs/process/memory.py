@@ -10,13 +10,13 @@ from pathlib import Path
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-# Files of limit and usage, by version of control groups.
+# By version of control groups: the files that hold a group's limit and its usage.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-# Fields of memory.stat: cached files, which the kernel frees first. Memory of tmpfs is not among
-# them, since the kernel cannot free it.
+# By version of control groups: the fields of memory.stat that count cached files, which the kernel
+# frees first. Files of tmpfs are not among them, since the kernel cannot free their memory.
 _CACHED = {
     1: ("total_inactive_file", "total_active_file"),
     2: ("inactive_file", "active_file"),
@@ -24,12 +24,14 @@ _CACHED = {
 
 
 def free_bytes() -> int:
-    """Memory that the kernel can give to this process without swapping."""
+    """Return the memory that the kernel can give to this process without swapping."""
     return min(_free_of_machine(), free_in_groups())
 
 
 def free_in_groups(own: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
-    """Memory left within the control groups; `sys.maxsize` without a limit."""
+    """Return the memory left to this process within the limits of its control groups;
+    `sys.maxsize`: no limit.
+    """
     return min(
         (_free(folder, version) for folder, version in _folders(own, groups)), default=sys.maxsize
     )
@@ -44,7 +46,9 @@ def _free_of_machine() -> int:
 
 
 def _folders(own: Path, groups: Path) -> Iterator[tuple[Path, int]]:
-    """The group of this process and its ancestors, each of which may have a limit."""
+    """Yield the folders of the control groups that may limit this process: its own and each above
+    it.
+    """
     for line in _read(own).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -4,7 +4,7 @@ import os
 
 
 def fault_of_mode(status: os.stat_result, user: int) -> str | None:
-    """Reason why a file is not private to this user (a numeric id); None: it is private.
+    """Return the reason why a file is not private to a user (a numeric id); None: it is private.
 
     The group may read a file of root, if the user is not root: a Kubernetes secret has the pod's
     `fsGroup`.

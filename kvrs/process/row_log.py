@@ -7,13 +7,13 @@ from typing import Any
 
 from kvrs.process.logs import ROWS, Row
 
-_TOGETHER_S = 0.2  # Rows of this period are written together.
+_TOGETHER_S = 0.2  # Seconds for which rows are gathered before they are written together.
 _MOST_TOGETHER = 256
 
 
 class RowLog:
-    """Log lines of one message, written in batches, because a write takes as long as the logged
-    work. A killed process loses the lines of the last moment.
+    """Writer of log lines with the same message in batches, since writing a line takes as long as
+    the work that it reports. A killed process loses the lines of the last moment.
     """
 
     def __init__(self, log: logging.Logger, message: str, wall_clock: Callable[[], float]) -> None:

@@ -31,7 +31,7 @@ from kvrs.profiles.tables import DecodeGrid, DecodeTable, PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 
 MAX_FILE_BYTES = 8 << 20
-_LINKS = "links.json"  # File with the links, which lies beside the profiles.
+_LINKS = "links.json"  # Name of the file with the links, in the folder of the profiles.
 
 
 def names() -> list[str]:
@@ -43,8 +43,8 @@ def names() -> list[str]:
 
 @cache
 def profile(name: str) -> Profile:
-    """The profile shipped under a name, or the user's file if `name` is a path (it has a `/` or
-    ends in `.json`).
+    """Return the profile shipped under a name, or read the user's file if `name` is a path (it has
+    a `/` or ends in `.json`).
 
     Raises:
         ConfigError: no such profile, or a wrong file; the message names path and reason.
@@ -63,7 +63,9 @@ def profile(name: str) -> Profile:
 
 @cache
 def prefill_table(name: str) -> PrefillTable:
-    """Prefill table with the engine's own time per step. Raises ConfigError: see `profile`."""
+    """Return the profile's prefill table, with the engine's own time added to each step. Raises
+    ConfigError: see `profile`.
+    """
     found = profile(name)
     table = _prefill_table(found).plus(found.engine_step_s)
     return replace(table, is_estimated=found.kind == "estimated")
@@ -75,8 +77,8 @@ def _prefill_table(found: Profile) -> PrefillTable:
             line = PrefillTable.from_points(found.label, found.source, seconds)
             if cached is None:
                 return line
-            # The cached term is a product of both lengths, which two rows of a bilinear grid
-            # represent exactly.
+            # Two rows of the grid suffice: it is bilinear, and so is the time for cached tokens, a
+            # product of both lengths.
             far = [
                 value
                 + j * line.step_tokens * cached.max_cached_tokens * cached.seconds_per_token_pair
@@ -102,7 +104,9 @@ def _prefill_table(found: Profile) -> PrefillTable:
 
 @cache
 def decode_table(name: str) -> DecodeTable | DecodeGrid:
-    """Decode table. Raises ConfigError: see `profile`; or the profile has no decode table."""
+    """Return the profile's decode table. Raises ConfigError: see `profile`; or the profile has no
+    decode table.
+    """
     found = profile(name)
     match found.decode:
         case DecodeFit(large_from_batch=large_from_batch, small_ms=small_ms, large_ms=large_ms):
@@ -117,20 +121,20 @@ def decode_table(name: str) -> DecodeTable | DecodeGrid:
 
 
 def engine_step_s(name: str) -> float:
-    """The engine's own time per step, which the decode table excludes. Raises ConfigError: see
-    `profile`.
+    """Return the engine's own seconds per step, which the decode table leaves out. Raises
+    ConfigError: see `profile`.
     """
     return profile(name).engine_step_s
 
 
 def load_s(name: str) -> float:
-    """Time to load the model's weights. Raises ConfigError: see `load`."""
+    """Return the seconds that loading the model's weights takes. Raises ConfigError: see `load`."""
     return (found := load(name)).weight_bytes / found.bytes_per_s
 
 
 def load(name: str) -> ModelLoad:
-    """Loading of the model's weights into its GPU. Raises ConfigError: see `profile`; or the
-    profile has no load time.
+    """Return the profile's facts about loading the model's weights into its GPU. Raises
+    ConfigError: see `profile`; or the profile has no load time.
     """
     found = profile(name).load
     if found is None:
@@ -140,7 +144,9 @@ def load(name: str) -> ModelLoad:
 
 
 def kv_geometry(name: str) -> KvGeometry:
-    """KV cache of the profile's model. Raises ConfigError: see `profile`."""
+    """Return the shape of the KV cache of the profile's model. Raises ConfigError: see
+    `profile`.
+    """
     return profile(name).geometry
 
 
@@ -152,7 +158,7 @@ def links() -> dict[str, ProfileLink]:
 
 
 def parse_profile(text: bytes, place: str) -> Profile:
-    """Decode a profile file; messages name it `place`.
+    """Decode a profile file; errors call the file `place`.
 
     Raises:
         ConfigError: with one line per fault.

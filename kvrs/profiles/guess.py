@@ -12,10 +12,12 @@ from typing import Any
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import MeasuredPrefill
 
-# Half of an A100's peak in 16 bits; an L40S reaches as much, an H100 three times as much.
+# Operations per second of one GPU: half of an A100's peak in 16 bits. An L40S reaches as much, an
+# H100 three times as much.
 FLOPS = 1.5e14
 STEP_S = 0.01
-_WEIGHT_BYTES_OF_GPU = 5e10  # Weights that fit on 80 GB beside the KV.
+# Bytes of weights per GPU, which determine the number of GPUs: they fit on 80 GB beside the KV.
+_WEIGHT_BYTES_OF_GPU = 5e10
 _STEP_TOKENS, _STEPS = 1024, 16
 _LABEL = "guess"
 
@@ -24,9 +26,10 @@ _LABEL = "guess"
 class ModelSize:
     """The parts of a model's size that determine its prefill time."""
 
-    parameters: float  # All parameters.
-    active: float  # Parameters that compute a token: without embeddings, and only chosen experts.
-    attention: int  # Layers times the width of attention.
+    parameters: float  # Number of all parameters, which determines the number of GPUs.
+    # Number of parameters that each token passes: no embeddings, and only chosen experts.
+    active: float
+    attention: int  # Number of layers times the width of the attention heads together.
 
 
 # Llama-3.1-8B, for a model of unknown size.
@@ -34,7 +37,9 @@ USUAL = ModelSize(8.0e9, 7.0e9, 32 * 4096)
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize | None:
-    """Size of a model by its `config.json`; None: the file lacks it."""
+    """Return the size of a model by the fields of its `config.json`; None: the fields do not tell
+    it.
+    """
     fields = {**config, **_section(config.get("text_config"))}
     width, layers = _number(fields, "hidden_size"), _number(fields, "num_hidden_layers")
     heads = _number(fields, "num_attention_heads")
@@ -42,7 +47,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
         return None
     head_dim = _number(fields, "head_dim") or width // heads
     kv_heads = _number(fields, "num_key_value_heads") or heads
-    # Projections of queries, keys, values and output.
+    # Parameters of a layer's projections of queries, keys, values and output.
     attention = 2 * width * head_dim * (heads + kv_heads)
     inner = _number(fields, "intermediate_size", "ffn_dim") or 4 * width
     # Gated layers have three matrices; older models have `ffn_dim` or no field, and two matrices.
@@ -64,7 +69,9 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
 
 
 def guessed_prefill(size: ModelSize | None) -> MeasuredPrefill:
-    """The estimate in the form of an instance's own measurement. `size`: None if unknown."""
+    """Return the estimated prefill times in the form of an instance's own measurement. `size` None:
+    unknown, so that of `USUAL`.
+    """
     size = size or USUAL
     gpus = 1
     while 2 * size.parameters > gpus * _WEIGHT_BYTES_OF_GPU:
@@ -82,12 +89,12 @@ def guessed_table(size: ModelSize | None) -> PrefillTable:
 
 
 def _section(found: object) -> Mapping[str, Any]:
-    """The language model's section of a multimodal config."""
+    """Return an object of the config as a section; empty: the object is no section."""
     return found if isinstance(found, Mapping) else {}
 
 
 def _number(fields: Mapping[str, Any], *names: str) -> int:
-    """The first of these fields that is a positive whole number; 0: no such field."""
+    """Return the first of these fields that is a positive whole number; 0: none is."""
     for name in names:
         value = fields.get(name)
         if isinstance(value, int) and value > 0:

@@ -52,7 +52,7 @@ class PrefixGrid:
         return cached <= self._last_cached and new <= self._last_new
 
     def seconds_for(self, cached: int, new: int) -> float:
-        """Time of `new` tokens behind `cached` tokens."""
+        """Return the seconds of a prefill of `new` tokens behind `cached` tokens."""
         if cached > self._last_cached or new > self._last_new:
             return self._beyond(cached, new)
         step, cached_step, width, values = (
@@ -79,7 +79,7 @@ class PrefixGrid:
 
 
 def _level(rows: Sequence[Sequence[float]]) -> list[Row]:
-    """Make the rows non-decreasing along every row and every column."""
+    """Raise lower values, so that times never fall along a row or a column."""
     levelled: list[Row] = []
     for row in rows:
         along = accumulate(row, max)
@@ -88,8 +88,8 @@ def _level(rows: Sequence[Sequence[float]]) -> list[Row]:
 
 
 def _fit(rows: Sequence[Row], last_new: int, last_cached: int) -> Coefficients:
-    """(b, c, d, e) of `T = a + b * new + c * new^2 + d * new * cached + e * cached`, least squares
-    over the grid.
+    """Return (b, c, d, e) of `T = a + b * new + c * new^2 + d * new * cached + e * cached`, fitted
+    to the grid by least squares.
 
     All are non-negative: attention makes prefill grow with both lengths, and nothing else is known
     beyond the data. A term that the data make negative is left out.
@@ -110,13 +110,15 @@ def _fit(rows: Sequence[Row], last_new: int, last_cached: int) -> Coefficients:
             break
         del kept[worst]
     b, c, d, e = (dict(zip(kept, found, strict=True)).get(k, 0.0) for k in (1, 2, 3, 4))
-    if b + c <= 0:  # No slope: assume time proportional to length, because a flat grid is wrong.
+    if b + c <= 0:  # A flat grid is wrong: assume time proportional to length.
         b = max(row[-1] for row in rows)
     return b / last_new, c / last_new**2, d / (last_new * last_cached), e / last_cached
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Solve the normal equations by elimination; a direction absent from the data gets zero."""
+    """Solve a least-squares problem by its normal equations; a coefficient that the data do not
+    determine is 0.
+    """
     size = len(rows[0])
     matrix = [
         [sum_in_order(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)

@@ -21,7 +21,8 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 Text = Annotated[str, Meta(min_length=1, max_length=2000)]
 Kind = Literal["measured", "estimated"]
 
-# Bound of a table's uniform grid: steps of one token over a long context would be needlessly large.
+# Most points of a table's uniform grid, which would be needlessly large for steps of one token over
+# a long context.
 MAX_GRID_POINTS = 1 << 17
 
 
@@ -35,7 +36,8 @@ class CachedTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillPoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="points"):
-    seconds: dict[Tokens, Seconds]  # Prefill time by number of tokens, at any distances.
+    # Prefill time in seconds by number of tokens; the numbers may lie at any distances.
+    seconds: dict[Tokens, Seconds]
     cached: CachedTerm | None = None
 
 
@@ -75,7 +77,9 @@ class DecodeRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="g
 
 
 class TransferTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The alpha-beta model: `seconds(bytes) = alpha_s + bytes / bytes_per_s`."""
+    """Time of a transfer by the alpha-beta model: `seconds(bytes) = alpha_s + bytes /
+    bytes_per_s`.
+    """
 
     alpha_s: Seconds
     bytes_per_s: Rate
@@ -118,18 +122,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     geometry_source: Text | None = None
     decode: DecodeFit | DecodeRows | None = None
     load: ModelLoad | None = None
-    # The engine's time per step beyond the tables: scheduling, sampling and sending.
+    # Seconds per step beyond the tables' times, for scheduling, sampling and sending.
     engine_step_s: Seconds = 0.0
 
 
 def faults(profile: Profile) -> Iterator[str]:
-    """Checks beyond types: a line per fault with path, value and allowed values."""
+    """Yield the faults of a profile whose types are right: a line each, with path, value and
+    allowed values.
+    """
     yield from _prefill_faults(profile.prefill)
     match profile.decode:
         case DecodeFit(small_ms=small, large_ms=large, large_from_batch=first):
             for name, fit, least in (("small_ms", small, 1), ("large_ms", large, max(1, first))):
                 a, b, c = fit
-                # Each further sequence adds at least a token of context.
+                # Each further sequence adds at least one token of context, so `b + c` must not be
+                # negative.
                 if not all(map(isfinite, fit)) or min(b, b + c, a + (b + c) * least) < 0:
                     yield (
                         f"$.decode.{name}: got {fit}; allowed: a time that is not negative and "

@@ -19,13 +19,13 @@ from kvrs.protocol.instance import MeasuredPrefill
 from kvrs.sums import sum_in_order
 
 _POINTS_OF_CHUNK = 16
-_MAX_POINTS = 1024  # Points of a chunked table, which instances send.
+_MAX_POINTS = 1024  # Most points of a chunked table, because instances send it to proxies.
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
-    """`seconds[i]` is the prefill time of `i * step_tokens` tokens, alone in its batch;
-    `seconds[0]` a step's overhead.
+    """Prefill time of one model: `seconds[i]` is the time of `i * step_tokens` tokens, alone in
+    their batch, `seconds[0]` the overhead of a step.
 
     Measured dips (more tokens in less time) are noise and are levelled: one more token never costs
     negative time.
@@ -35,13 +35,15 @@ class PrefillTable:
     source: str
     step_tokens: int
     seconds: Sequence[float]
-    covered_from_tokens: int = 0  # Grid values below are extrapolated, not measured.
-    covered_to_tokens: int | None = None  # Values above are extrapolated, too.
+    covered_from_tokens: int = 0  # Times of fewer tokens are extrapolated, not measured.
+    # Times of more tokens are extrapolated; None: the whole grid is measured.
+    covered_to_tokens: int | None = None
     grid: PrefixGrid | None = (
         None  # The two-dimensional table, if measured; its first row is this table.
     )
-    is_guess: bool = False  # Derived from the sizes of the model and the GPU, without measurement.
-    is_estimated: bool = False  # Computed for this model and GPU from other measurements.
+    # True: derived from the sizes of the model and the GPU, without any measurement.
+    is_guess: bool = False
+    is_estimated: bool = False  # True: computed for this model and GPU from measurements of others.
     _last_tokens: int = field(init=False, repr=False, compare=False)
     _covered_to_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -140,11 +142,11 @@ class PrefillTable:
         )
 
     def scaled(self, factor: float) -> "PrefillTable":
-        """The table of an instance that takes `factor` times as long."""
+        """Return the table with all times multiplied by `factor`."""
         return self._mapped(lambda seconds: seconds * factor)
 
     def plus(self, step_s: float) -> "PrefillTable":
-        """The table of an engine that takes `step_s` longer at each step."""
+        """Return the table with `step_s` added to the time of each step."""
         return self._mapped(lambda seconds: seconds + step_s) if step_s else self
 
     def _mapped(self, change: Callable[[float], float]) -> "PrefillTable":
@@ -165,8 +167,8 @@ class PrefillTable:
         )
 
     def chunked(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
-        """The table, up to `max_tokens`, of an engine that computes a prompt in chunks: each is a
-        step behind the earlier ones, with a step's overhead.
+        """Return the table, up to `max_tokens`, of an engine that computes a prompt in chunks: each
+        chunk is a step of its own, with the overhead of a step, behind the chunks before it.
         """
         if max_tokens <= chunk_tokens:
             return self
@@ -178,9 +180,13 @@ class PrefillTable:
         return self._by_length(step, seconds)
 
     def shared(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
-        """The chunked table with one step's overhead, for queues, whose prompts share steps."""
+        """Return the chunked table with the overhead of only one step, for the prompts of a queue,
+        which share steps.
+        """
         if self.grid is None or max_tokens <= chunk_tokens:
-            return self  # Differences of two lengths add up to the total.
+            # Unchanged for prompts of one chunk, and without a grid, where the chunks' times add up
+            # to the whole.
+            return self
         step = self._step_in(chunk_tokens, max_tokens)
         seconds, first, before_s = [self.step_overhead_s], 0, 0.0
         for tokens in range(step, max_tokens + step, step):
@@ -210,7 +216,7 @@ class PrefillTable:
         return self.covered_from_tokens <= tokens <= self._covered_to_tokens
 
     def seconds_for(self, tokens: int) -> float:
-        """Prefill time of `tokens` tokens without any prefix."""
+        """Return the prefill time of `tokens` tokens of which none is cached."""
         last = self._last_tokens
         if tokens > last:
             if self.grid is not None:
@@ -222,11 +228,13 @@ class PrefillTable:
         return self._levelled[index] + (tokens - index * step) * self._slopes[index]
 
     def page_s(self, page_size_tokens: int) -> float:
-        """Time of a page among many that share steps: without a step's overhead."""
+        """Return the time of one page among many that are computed together: a share of the tokens'
+        time, without the overhead of a step.
+        """
         return (self.seconds_for(100 * page_size_tokens) - self.step_overhead_s) / 100
 
     def extra(self, prefix: int, new: int) -> float:
-        """Prefill time of `new` tokens behind a computed `prefix`.
+        """Return the prefill time of `new` tokens behind a computed `prefix`.
 
         The two-dimensional grid gives it, if there is one; else `T(prefix + new) - T(prefix)` plus
         one step's overhead.
@@ -254,7 +262,7 @@ class DecodeTable(msgspec.Struct, frozen=True):
 
     label: str
     source: str
-    large_from_batch: int  # Batch size from which the second fit applies.
+    large_from_batch: int  # Smallest batch for which the second fit applies.
     small_ms: tuple[float, float, float]
     large_ms: tuple[float, float, float]
 
@@ -286,7 +294,9 @@ class DecodeGrid(msgspec.Struct, frozen=True):
 
 
 def _interval(axis: Sequence[int], at: float) -> int:
-    """Index of the start of the axis interval that contains `at`, or is nearest to it."""
+    """Return the index of the point of `axis` at which the interval with `at` begins; outside the
+    axis, of the nearest interval.
+    """
     return min(max(bisect_right(axis, at) - 1, 0), len(axis) - 2)
 
 
@@ -294,20 +304,20 @@ def _line(axis: Sequence[int], values: Sequence[float], index: int, at: float) -
     first, last = values[index], values[index + 1]
     along = (at - axis[index]) / (axis[index + 1] - axis[index])
     if last < first and not 0 <= along <= 1:
-        # A measured dip is noise; extrapolated beyond the data it would become negative.
+        # Keep the value at the end: a line that falls is noise, and would become negative beyond.
         return first if along < 0 else last
     return max(0.0, first + along * (last - first))
 
 
 def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, float]:
-    """(b, c) of `T(n) = T(e) + b * (n - e) + c * (n * n - e * e)`, which meets the grid at its edge
-    e.
+    """Return (b, c) of `T(n) = T(e) + b * (n - e) + c * (n * n - e * e)`, a curve for times beyond
+    the grid, which begins at the grid's edge e.
 
     Least squares over the grid, with b and c never negative: a curve that bends down cannot be
     trusted beyond its data.
     """
     edge = step_tokens * (len(seconds) - 1)
-    # Tokens in units of the edge keep the normal equations well scaled.
+    # Lengths are divided by the edge's, which keeps the normal equations well scaled.
     rows = [
         (i * step_tokens / edge - 1.0, (i * step_tokens / edge) ** 2 - 1.0, s - seconds[-1])
         for i, s in enumerate(seconds)
@@ -325,7 +335,7 @@ def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, f
             linear, quadratic = xy / xx, 0.0
         elif linear < 0:
             linear, quadratic = 0.0, zy / zz
-    # Without any slope assume time proportional to length, because a flat table is wrong.
+    # A flat table is wrong: assume time proportional to length.
     if linear <= 0 and quadratic <= 0:
         linear = seconds[-1]
     return linear / edge, quadratic / edge**2

@@ -10,7 +10,9 @@ from kvrs.profiles.schema import Profile
 
 
 def faults_of_out(out: Path) -> list[str]:
-    """Reasons why no profile can be written to `out`, checked before the measurement."""
+    """Return the reasons why no profile can be written to `out`, which are checked before
+    measuring.
+    """
     if out.suffix != ".json" or out.is_dir():
         return [
             f"--out: got {out}; allowed: a name that ends in .json, by which `profiles.prefill` "

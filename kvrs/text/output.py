@@ -12,8 +12,10 @@ from tokenizers import Tokenizer
 
 from kvrs.errors import ConfigError
 
-_REPLACEMENT = "\ufffd"  # A decoder's output for bytes that are not, or not yet, a character.
-_WINDOW_TOKENS = 32  # Held-back tokens above which a cut is attempted.
+# Character that a decoder gives for bytes that are not, or not yet, a character.
+_REPLACEMENT = "\ufffd"
+# Number of tokens held back for an incomplete character, above which the older part is emitted.
+_WINDOW_TOKENS = 32
 _CHARACTER_BYTES = 4
 
 
@@ -22,15 +24,18 @@ class TextDelta:
     """Text that some output ids add for the client."""
 
     text: str
-    stopped: str | None = None  # The stop string that ended the text, not included in it.
+    # The stop string that ended the output, which is not part of `text`; None: none was found.
+    stopped: str | None = None
 
     def then(self, later: "TextDelta") -> "TextDelta":
-        """The concatenation of both."""
+        """Return this delta and the later one as one delta."""
         return TextDelta(self.text + later.text, later.stopped or self.stopped)
 
 
 class OutputText:
-    """Detokeniser and stop-string detector of a stream. Special tokens have no text."""
+    """Turns the output ids of a stream into text, which ends at the first stop string. Special
+    tokens have no text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
         self._characters = _Characters(tokenizer)
@@ -44,11 +49,15 @@ class OutputText:
         return self._characters.emitted
 
     def feed(self, token_id: int) -> TextDelta:
-        """Take one output id; not to be called after a stop string was found."""
+        """Return the text that one more output id adds. Not to be called after a stop string was
+        found.
+        """
         return self._stops.feed(self._characters.feed(token_id))
 
     def finish(self) -> TextDelta:
-        """Return the text that was held back; nothing after a stop string was found."""
+        """Return the text that was held back, at the end of the output; after a stop string,
+        nothing.
+        """
         return TextDelta(self._stops.finish(self._characters.finish()))
 
 
@@ -63,7 +72,7 @@ def load_tokenizer(model_directory: Path) -> Tokenizer:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except Exception as error:  # The library raises nothing more specific.
+    except Exception as error:  # All errors, since the library raises no more specific class.
         raise ConfigError(f"{path}: not a tokenizer: {error}") from None
 
 
@@ -82,7 +91,7 @@ class _Characters:
         self._window: list[int] = []
         self._emitted = 0
         self._emitted_text = ""
-        self.emitted = 0  # Characters emitted so far.
+        self.emitted = 0  # Number of characters that were emitted.
 
     def feed(self, token_id: int) -> str:
         delta = self._feed(token_id)
@@ -111,7 +120,8 @@ class _Characters:
         return delta
 
     def _cut_inside(self, text: str) -> str:
-        """Emit the older part of a window that endless broken bytes make long.
+        """Emit the older part of a window that has grown too long: it holds bytes that never become
+        a character.
 
         A cut is correct if both sides decode to the same text as the whole; with enough bytes
         behind a cut, no character can span it.
@@ -157,8 +167,8 @@ class StopStrings:
         return rest
 
     def _first_complete(self, text: str) -> str | None:
-        """The stop string that ends first; of several with the same end the longest, which began
-        first.
+        """Return the stop string that ends first in `text`; of several with the same end the
+        longest, which began first. None: the text has no stop string.
         """
         found = [
             (start + len(stop), -len(stop), stop)
@@ -169,7 +179,7 @@ class StopStrings:
 
 
 def possible_beginning(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is a proper prefix of a marker."""
+    """Return the length of the longest end of `text` with which a marker may begin; 0: none."""
     longest = max(map(len, markers), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-size:]) for marker in markers):

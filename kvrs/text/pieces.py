@@ -17,13 +17,15 @@ class TokenPieces:
         self._added = {
             token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()
         }
-        # The library exposes the parts of a decoder only in its serialised form.
+        # Searched as serialised, the only form in which the library shows the parts of a decoder.
         decoder = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         self._bytes_of_symbol = _byte_symbols() if b'"ByteLevel"' in decoder else {}
         self._known: dict[int, bytes] = {}
 
     def text(self, token_id: int) -> str:
-        """The token's text; broken bytes show as replacement characters."""
+        """Return the token's text; bytes that are no whole character become replacement
+        characters.
+        """
         return self.raw(token_id).decode(errors="replace")
 
     def raw(self, token_id: int) -> bytes:
@@ -41,14 +43,15 @@ class TokenPieces:
             return bytes(self._bytes_of_symbol[symbol] for symbol in symbols)
         if (fallback := _BYTE_FALLBACK.fullmatch(symbols)) is not None:
             return bytes.fromhex(fallback[1])
-        # Some decoders drop the first token's space: decoding the token twice shows its own text.
+        # A decoder may drop the space before the first token, so the token is decoded twice in a
+        # row.
         alone = self._tokenizer.decode([token_id])
         return self._tokenizer.decode([token_id, token_id])[len(alone) :].encode()
 
 
 def _byte_symbols() -> dict[str, int]:
-    """The byte alphabet of byte-level vocabularies: printable Latin-1 as itself, other bytes from
-    code point 256 on.
+    """Return the byte of each character in the vocabularies of byte-level tokenizers: printable
+    Latin-1 stands for itself, and other bytes are characters from code point 256 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]

@@ -28,13 +28,14 @@ from kvrs.protocol.instance import (
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.upstream import Reader
 
-# Statuses that blame the request itself, so every instance of the model would refuse it. Any other
-# 4xx may be the instance's fault, and another instance is tried.
+# Statuses that blame the request itself, so that every instance of the model would refuse it. After
+# any other 4xx another instance is tried.
 _FINAL_STATUSES = frozenset({400, 413, 422})
 _FINAL_CODES = frozenset({"context_length_exceeded", "invalid_prompt", "string_above_max_length"})
-# Parameters set by the proxy, or dependent on the models an instance has loaded.
+# Parameters that the client does not choose: the proxy sets them, or they depend on the models that
+# an instance has loaded. An error about them is not final.
 _NOT_THE_CLIENTS = ("kvrs", "kv_transfer_params", "model")
-# vLLM sends these messages without a code, and most versions without a parameter.
+# Parts of vLLM's messages that blame the request itself, since vLLM sends no code with them.
 _FINAL_MESSAGES = ("maximum context length", "maximum model length", "out of vocabulary")
 # Statuses about the proxy's access or the instance's load, not the client's request.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
@@ -45,8 +46,8 @@ def is_the_clients_fault(status: int) -> bool:
 
 
 class RefusedError(KvrsError):
-    """The engine rejected the client's request. If another engine does so too, or the refusal is
-    final, the client gets `body`, in OpenAI's form.
+    """The engine rejected the client's request. The client gets `body`, in OpenAI's form, if the
+    refusal is final, or if another engine refuses too.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -56,7 +57,9 @@ class RefusedError(KvrsError):
 
     @property
     def is_final(self) -> bool:
-        """The refusal blames the request itself: its length, or a field."""
+        """True if the refusal blames the request itself, its length or a field, so no other engine
+        is tried.
+        """
         if self.status not in _FINAL_STATUSES:
             return False
         match msgspec.json.decode(self.body):
@@ -71,8 +74,8 @@ class RefusedError(KvrsError):
 
 
 class Prefilled(msgspec.Struct):
-    """The result of prefill. `transfer` is forwarded once, to one decode call, which sends
-    `ids_text`, the prompt's ids as received.
+    """The result of prefill. `transfer` is forwarded once, to one decode call; None: no hand-off.
+    `ids_text`: the JSON of the prompt's ids, as received.
     """
 
     prompt_ids: "array[int]"
@@ -80,11 +83,11 @@ class Prefilled(msgspec.Struct):
     good_until_s: float | None = (
         None  # Monotonic time after which `transfer` must not be forwarded. None: no limit.
     )
-    # Prompt tokens from the cache, for the client's usage; None: not in the answer's usage.
+    # Prompt tokens found in the cache, as the client's usage shows them; None: not reported.
     cached_tokens: int | None = None
-    # Prompt tokens that the instance's cache had; None: not reported.
+    # Prompt tokens that the instance did not compute, for the proxy's counts; None: not reported.
     reused_tokens: int | None = None
-    ranks: int = 1  # Ranks that each hand over a part.
+    ranks: int = 1  # Ranks of the prefill instance, each of which hands over a part of the KV.
     ids_text: msgspec.Raw | None = None
 
 
@@ -95,16 +98,16 @@ class WatchedInstance(Protocol):
     def url(self) -> str: ...
 
     async def info(self) -> InstanceInfo:
-        """Ask for the identity of the process at the URL. A fault that makes the instance unusable
-        is found here, when it comes up, and not by the first stream.
+        """Return the identity of the process at the URL. Raises UnusableError: the instance must
+        not be used, which shows when it comes up and not at its first stream.
         """
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        """Load reports, about every `interval_s`; raises UpstreamError when the process is lost.
-        `is_awaited`: streams wait for a token of the instance; a polled instance is asked less
-        often while none do.
+        """Yield load reports, about every `interval_s`; raises UpstreamError when the process is
+        lost. `is_awaited`: whether streams wait for a token of the instance; while none does, an
+        instance that is polled is polled less often.
         """
 
     def watch_heartbeats(
@@ -125,19 +128,21 @@ class Backend(WatchedInstance, Protocol):
 
     @property
     def engine_version(self) -> str | None:
-        """Version reported by the last process that was met; None: a kvrs engine, or no process was
-        met.
+        """Version of the stock engine, as its last process reported it; None: a kvrs engine, or no
+        process has answered yet.
         """
 
     def leave(self) -> None:
-        """Close the connections of a removed instance once its running calls have ended."""
+        """Close the connections of an instance that was removed, once its running calls
+        have ended.
+        """
 
     async def load(self) -> LoadReport:
-        """Ask the instance for its report."""
+        """Ask the instance for its load report."""
 
     async def kv_received(self) -> float | None:
-        """KV received from other instances since the start, in pages or bytes; or sent to them,
-        where prefill is called together with decode. None: not counted.
+        """KV that the instance has received since its start, or for SGLang's prefill sent, in pages
+        or bytes: a self-test sees by the difference that KV has moved. None: not counted.
         """
 
     async def order_rank(self, order: RankRequest) -> RankAnswer:
@@ -154,7 +159,9 @@ class Backend(WatchedInstance, Protocol):
         """
 
     async def ask(self, call: Call) -> bytes:
-        """The answer to a request that is no stream and that any instance answers alike."""
+        """Return the answer to a request that is no stream and that every instance
+        answers alike.
+        """
 
     async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
         """Free a hand-off at prefill that no stream will fetch. An engine whose hand-offs have
@@ -162,8 +169,8 @@ class Backend(WatchedInstance, Protocol):
         """
 
     def blames_load(self, error: Any) -> bool:
-        """An error event that opened a decode call is about KV that could not be loaded, from a
-        hand-off or a store.
+        """True if `error`, the first event of a decode call, says that the engine could not load
+        KV, from a hand-off or a store.
         """
 
     # Requests that need a capability.

@@ -34,7 +34,7 @@ _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))
 _NOT_FOR_DECODE_OF_IDS = _NEVER_FORWARDED | NOT_FOR_IDS
 _NOT_FOR_PREFILL = _NEVER_FORWARDED | NOT_FOR_PREFILL
 _NOT_FOR_PREFILL_OF_IDS = _NOT_FOR_PREFILL | NOT_FOR_IDS
-BYTES_PER_ID = 6  # Bytes of an id in JSON.
+BYTES_PER_ID = 6  # Estimate of the bytes of one token id in JSON, with its comma.
 _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=True)))
 
 
@@ -49,18 +49,19 @@ class HandOff:
     transfer: msgspec.Raw
     prefilled_s: float
     is_sent: bool = False  # The decode call has been sent.
-    pull: FetchedHandOff | None = None  # The fetch in the link's measurement of bandwidth.
+    # The fetch as the bandwidth meter of the link knows it; None: not measured.
+    pull: FetchedHandOff | None = None
 
     def was_fetched(self) -> None:
-        """Note the first token: the fetch is over."""
+        """Tell the bandwidth meter at the first token that the fetch is over."""
         if self.pull is not None:
             self.pull.is_over = True
 
 
 @dataclass(slots=True, eq=False)
 class RowLoad:
-    """Rows of a history that a server with a CPU tier loads from agents; without agents it only
-    keeps the stream's rows. It loads from a store on its own.
+    """Rows of a history that a server with a CPU tier loads from `agents`, or on its own from a
+    store. With neither, the server only keeps the stream's rows.
     """
 
     stream: StreamId
@@ -68,8 +69,8 @@ class RowLoad:
     owner_epoch: int
     history_tokens: int
     agents: tuple[InstanceId, ...]
-    pages: int  # Pages that the agents have.
-    node: NodeId | None = None  # Node of the first agent, or STORE.
+    pages: int  # Pages of the history that the agents or the store may have.
+    node: NodeId | None = None  # Node of the first agent, or STORE; None: nothing is loaded.
     over_s: float | None = None  # Time of the first token or of the call's end; None: neither yet.
 
     @property
@@ -81,14 +82,17 @@ class RowLoad:
 class Call:
     path: str
     fields: dict[str, Any]
-    headers: str = ""  # Lines, each with its line end.
-    size_bytes: int = 0  # Approximate size of a large body.
-    most_tokens: int | None = None  # The engine's own limit where `max_tokens` is null.
+    headers: str = ""  # Header lines, each with its line end.
+    size_bytes: int = 0  # Approximate size of a large body; 0: not large.
+    # Output limit to send where `max_tokens` is null; None: the context.
+    most_tokens: int | None = None
     hand_off: HandOff | None = None  # Hand-off that the call fetches, marked when the call is sent.
     rows: RowLoad | None = None  # None: the server neither keeps nor loads rows.
     is_chat: bool = False  # The call continues a chat, or stands for a chat, as a completion.
-    beside: object = None  # Backend of the prefill that is called together with decode.
-    # Called with the tokens that this prefill had in its cache, once its call has ended.
+    # Backend of the prefill server that is called at the same time; None: no other.
+    beside: object = None
+    # Called when that prefill call has ended, with the tokens that the prefill server had in its
+    # cache.
     found: Callable[[int], None] | None = None
 
     def add_transfer(self, name: str, params: object) -> None:
@@ -99,7 +103,9 @@ class Call:
         self.fields["kv_transfer_params"] = msgspec.Raw(before + added)
 
     def spend(self) -> bytes:
-        """Return the body and drop it from the call: the answer may take minutes."""
+        """Return the body and drop its fields, so that they take no memory while the
+        answer comes.
+        """
         body = encode(self.fields)
         self.fields.clear()
         return body
@@ -116,8 +122,8 @@ def prefill_call(
     has_rows: bool = False,
     traceparent: str | None = None,
 ) -> Call:
-    """The call that computes and retains the KV of the whole history, or with `replays` of the
-    prompt, and sends its pages to `places`.
+    """Make the prefill call, which computes and keeps the KV of the whole history, or with
+    `replays` of the prompt, and sends the pages to `places`.
     """
     call = _call(
         journal,
@@ -154,8 +160,9 @@ def decode_call(
     traceparent: str | None = None,
     ids_text: msgspec.Raw | None = None,
 ) -> Call:
-    """The call that streams the tokens after the history; with `replays`, the whole output. It
-    never contains a peer's host and port. `ids_text`: the prompt's ids in JSON, if known.
+    """Make the decode call, whose response has the tokens after the history; with `replays`, the
+    whole output. The call never contains a peer's host and port. `ids_text`: the prompt's ids in
+    JSON, if known.
     """
     call = _call(
         journal,
@@ -172,7 +179,7 @@ def decode_call(
         call.rows = _row_load(journal, attempt, runs)
     fields = call.fields
     fields["stream"] = True
-    # kvrs's engines report no usage beyond what the proxy counts.
+    # kvrs's engines are not asked for usage: the proxy counts all that they would report.
     if journal.wants_usage or (journal.asks_usage and not exact):
         fields["stream_options"] = StreamOptions(include_usage=True)
     if journal.seed is not None and (exact or journal.seed_is_needed):
@@ -239,13 +246,14 @@ def _call(
             CheckpointTarget(place.holder, place.reserved_bytes) for place in places
         ]
     if endpoint is CHAT:
-        # The ids' JSON is encoded as it is.
+        # Already JSON, which the encoder copies.
         params.token_ids = cast(list[int] | None, ids_text or history)
     elif has_ids:
         fields["prompt"] = ids_text or history
     headers = ""
     if (request := journal.request) is not None:
-        # Engines use this id as their request's id, so it must differ between choices and attempts.
+        # Engines take this id as the id of the request, so it must differ between choices and
+        # attempts.
         headers = context_headers(
             request, f"{request.id}-{journal.stream[:8]}-{attempt}", traceparent
         )
@@ -266,7 +274,7 @@ def _load_source(load: act.PromptLoad | None) -> list[SourceRange]:
 
 
 def store_load(journal: Journal, attempt: int, page_size_tokens: int) -> RowLoad:
-    """The part of the history that a server may load from its store on its own."""
+    """Make the load of the part of the history that the server's own store may have."""
     load = _row_load(journal, attempt)
     load.node, load.pages = STORE, (load.history_tokens - 1) // page_size_tokens
     return load
@@ -294,16 +302,16 @@ def context_headers(
 
 
 def _salt_since(journal: Journal, salt: msgspec.Raw | None) -> str:
-    """A salt of the stream's own, so that no page from before the end of its spoilt attempt is
-    found.
+    """Return a salt for this stream alone, different after each spoilt attempt, so that the engine
+    finds no page computed before.
     """
     given = "" if salt is None else msgspec.json.decode(salt)
     return f"{given}/{journal.stream}/{journal.spoilt_attempt}"
 
 
 def limited(call: Call, max_model_len: int) -> Call:
-    """The call with an explicit limit, if it continues a chat without a limit as a completion:
-    stock engines fail at null, and an absent limit means 16 tokens.
+    """Return the call, with an explicit output limit if it continues a chat without a limit as a
+    completion: stock engines fail at null, and an absent limit means 16 tokens.
     """
     fields, history = call.fields, call.fields.get("prompt")
     if not isinstance(history, array) or fields.get("max_tokens", 0) is not None:
@@ -314,11 +322,11 @@ def limited(call: Call, max_model_len: int) -> Call:
 
 
 def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
-    """Adjust limits for an engine that takes the history as a prompt and counts from its end. The
-    proxy cuts the text at stop strings itself.
+    """Reduce limits by the tokens already produced: the engine takes the history as a prompt and
+    counts from its end. Stop strings are left out, since the proxy cuts the text at them.
     """
     produced = len(journal.output_ids)
-    # Null if a chat has no limit: for a completion an absent field is a limit.
+    # Null for a chat without a limit: in a completion an absent field would mean 16 tokens.
     fields["max_tokens"] = journal.remaining_tokens
     fields["min_tokens"] = max(0, journal.parsed.request.min_tokens - produced)
     fields.pop("stop", None)

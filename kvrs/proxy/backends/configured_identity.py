@@ -14,5 +14,5 @@ class ConfiguredIdentity(msgspec.Struct, frozen=True):
     node: NodeId
     role: Role
     files: ModelFiles
-    hands_off: bool = True  # The cluster has prefill instances.
-    served_name: str | None = None  # Value of `cluster.served_name`.
+    hands_off: bool = True  # True if the cluster has prefill instances, so KV is handed off.
+    served_name: str | None = None  # `cluster.served_name`; None: the first listed model.

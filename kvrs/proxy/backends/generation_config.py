@@ -12,8 +12,8 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 def default_max_tokens(directory: Path) -> int | None:
-    """Output limit of a chat without `max_tokens` (vLLM's `get_max_tokens`); None: the rest of the
-    context.
+    """Return the output limit of a chat without `max_tokens` (vLLM's `get_max_tokens`); None: the
+    rest of the context.
 
     The server's command line (`--generation-config vllm`, `--override-generation-config`) is not
     visible here.
@@ -23,7 +23,7 @@ def default_max_tokens(directory: Path) -> int | None:
 
 
 def default_sampling(directory: Path) -> dict[str, float]:
-    """Default values of a chat's sampling fields."""
+    """Return the default values of a chat's sampling fields; empty: the model has none."""
     fields = _fields(directory)
     given = {name: fields.get(name) for name in _SAMPLING}
     return {

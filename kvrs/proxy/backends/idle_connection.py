@@ -6,12 +6,15 @@ from kvrs.proxy.wire.pool import Pool
 
 
 class IdleConnection:
-    """An idle connection, which the kernel ends at once when the server's process dies."""
+    """A connection that is kept idle, because the kernel ends it at once when the server's process
+    dies.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._gone: asyncio.Task[None] | None = None
-        # Pause before connecting again, in case the server closes idle connections at once.
+        # True after the connection ended: a server may close each idle connection at once, so the
+        # next one waits.
         self._must_pause = False
 
     async def __aenter__(self) -> "IdleConnection":
@@ -20,7 +23,8 @@ class IdleConnection:
     async def __aexit__(self, *_: object) -> None:
         if self._gone is not None:
             self._gone.cancel()
-            # The connection's result must not replace this block's exception.
+            # Any error of the connection is dropped, so that an exception in this block stays
+            # visible.
             await asyncio.gather(self._gone, return_exceptions=True)
 
     async def wait(self, seconds: float) -> bool:

@@ -8,7 +8,7 @@ from kvrs.protocol.instance import Adapter, ModelNames
 class ListedModel(msgspec.Struct):
     id: str
     root: str | None = None
-    parent: str | None = None  # The base model of an adapter.
+    parent: str | None = None  # The base model, if this model is an adapter; else None.
     max_model_len: int | None = None
 
 
@@ -16,12 +16,14 @@ class ListedModels(msgspec.Struct):
     data: list[ListedModel]
 
     def named(self, name: str | None) -> ListedModel | None:
-        """The model of this name, or the first model; None: no such model."""
+        """Return the model of this name, or the first listed one without a name; None: no such
+        model.
+        """
         models = (each for each in self.data if each.parent is None)
         return next((each for each in models if name in (None, each.id)), None)
 
     def beside(self, model: ListedModel) -> ModelNames:
-        """Aliases and adapters of the model."""
+        """Return the other names of the model's weights, and its adapters."""
         others = [each for each in self.data if each.id != model.id]
         return ModelNames(
             tuple(each.id for each in others if each.parent is None and each.root == model.root),

@@ -17,8 +17,8 @@ _USUAL_KV = KvGeometry(layers=32, kv_heads=8, head_dim=128, dtype_bytes=2, page_
 
 
 def find_model(model: str) -> Path | None:
-    """Directory with the files of a model: the path itself, or the snapshot of that name in the
-    cache of the Hugging Face hub; None: neither exists here. Nothing is downloaded.
+    """Return the directory with the files of a model: the path itself, or the snapshot of that name
+    in the cache of the Hugging Face hub; None: neither exists here. Nothing is downloaded.
     """
     if (Path(model) / _CONFIG).is_file():
         return Path(model)
@@ -27,19 +27,19 @@ def find_model(model: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model, _CONFIG)
-    except HFValidationError:  # The path is not a valid model name.
+    except HFValidationError:  # Not a valid name of a model in the hub.
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def how_to_get(model: str) -> str:
-    """The command that downloads the files kvrs reads into the cache of the hub."""
+    """Return the command that downloads the files that kvrs reads into the hub's cache."""
     name = "NAME" if Path(model).is_absolute() else model
     return f"`hf download {name} --include '*.json'` (no weights)"
 
 
 def fault_of_model(model: str) -> str:
-    """The error line for a configured model without files here."""
+    """Return the error line for a configured model whose files are not on this machine."""
     return (
         f"cluster.model: {model!r} is no directory with a config.json, and not in the cache of the "
         f"Hugging Face hub; allowed: such a directory, or a name, after {how_to_get(model)}"
@@ -47,8 +47,8 @@ def fault_of_model(model: str) -> str:
 
 
 class ModelFiles:
-    """The directory of the model: from the configuration, else from the `root` of the model that a
-    vLLM reports.
+    """Files of the model that is configured or, if none is, of the model whose path a vLLM server
+    reports (`root`).
     """
 
     def __init__(self, given: str | None) -> None:
@@ -57,14 +57,16 @@ class ModelFiles:
         # Directory of the model; None: unknown, or not on this machine.
         self.directory: Path | None = None
         self.has_tokenizer = False
-        # The model's own default for a chat.
+        # Output limit of a chat without `max_tokens`, by the model's files; None: none.
         self.default_max_tokens: int | None = None
         self.default_sampling: dict[str, float] = {}
         if given is not None:
             self._found(find_model(given) or Path(given))
 
     def report(self, root: str) -> None:
-        """Look for the files of the model that a vLLM serves, if the configuration names none."""
+        """Take the path of the model that a vLLM serves, and look for its files, if no model is
+        configured.
+        """
         if self._is_given or self.model == root:
             return
         self.model = root
@@ -77,7 +79,7 @@ class ModelFiles:
             log.warning("no files of the model here: the size of its KV is assumed", extra=extra)
 
     def geometry(self, page_size_tokens: int) -> KvGeometry:
-        """The shape of the model's KV; without files, of a typical model.
+        """Return the shape of the model's KV; without files, that of a typical model.
 
         Raises:
             ConfigError: the configured directory lacks the file, or the file lacks a field.
@@ -120,7 +122,8 @@ class ModelFiles:
 
     def _found(self, directory: Path) -> None:
         self.directory = directory
-        # These facts stay fixed: a promise made at admission must hold at the recovery.
+        # Read only once: what the proxy promised when it admitted a stream must hold at the
+        # recovery.
         self.has_tokenizer = (directory / "tokenizer.json").exists()
         self.default_max_tokens = default_max_tokens(directory)
         self.default_sampling = default_sampling(directory)

@@ -11,7 +11,7 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "
 
 
 def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
-    """The shape of the model's KV in pages of this size.
+    """Return the shape of a page of the model's KV, with `page_size_tokens` tokens per page.
 
     Raises:
         ConfigError: the file is missing, or lacks a field.
@@ -21,7 +21,8 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The fields of a `config.json`; for a multimodal model, the fields of its language model.
+    """Return the fields of a `config.json`; for a multimodal model, the fields of its language
+    model.
 
     Raises:
         ConfigError: the file is missing, or is not an object.
@@ -45,7 +46,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def geometry_of(path: Path, fields: dict[str, Any], page_size_tokens: int) -> KvGeometry:
-    """The shape of the KV by the fields of the file. Raises ConfigError: a field is missing."""
+    """Derive the shape of the KV from the fields of the file at `path`. Raises ConfigError: a field
+    is missing.
+    """
     heads = _count(path, fields, "num_attention_heads")
     head_dim = (
         _count(path, fields, "head_dim")

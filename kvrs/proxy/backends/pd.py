@@ -48,13 +48,14 @@ from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
 _BUSY = (429, 503)
 _DENIED = (401, 403)
 
-# Time to read a complete response to its end, so that its connection can be reused.
+# Seconds for reading a response to its end after the stream is complete: only then can its
+# connection be used again.
 _END_TIMEOUT_S = 1.0
-_MAX_QUOTED_BYTES = 300  # Longest quotation of an answer that is not JSON.
-_MAX_PREFILL_BYTES = 32 << 20  # Room for some four million ids.
+_MAX_QUOTED_BYTES = 300  # Most bytes of an answer that a message quotes, if the answer is not JSON.
+_MAX_PREFILL_BYTES = 32 << 20  # Most bytes of a prefill's answer: room for four million ids.
 
 
-# Raw has no union with None: absent is empty, null its four bytes.
+# Values of a Raw field that mean absence: empty if the field is missing, or JSON's null.
 _ABSENT = (b"", b"null")
 
 
@@ -73,7 +74,9 @@ _PREFILL_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
 
 
 class OpenAiPeer(Peer):
-    """The two calls of a stream, as OpenAI requests with `kv_transfer_params`."""
+    """An instance that is called by OpenAI requests with `kv_transfer_params`: one for prefill, one
+    for decode.
+    """
 
     def __init__(self, links: EngineLinks, url: str) -> None:
         super().__init__(links.pool(url))
@@ -110,7 +113,7 @@ class OpenAiPeer(Peer):
             if call.hand_off is not None:
                 call.hand_off.is_sent = True
             sent = upstream.send(head, body, reader)
-            del call, head, body  # The answer may take minutes.
+            del call, head, body  # Free their memory, since the answer may take minutes.
             # Keep no reference to the future: its error would refer back to it through this frame.
             need = await (await sent)
             status = upstream.status
@@ -129,7 +132,7 @@ def _prefilled(body: bytes) -> Prefilled:
     """Parse a prefill's answer. Raises UnusableError: not a prefill's answer."""
     try:
         answer = _PREFILL_ANSWER.decode(body)
-        # In a completion each choice has the ids, in a chat the response.
+        # The ids are in each choice of a completion, but beside the choices of a chat.
         found = bytes(answer.prompt_token_ids)
         for choice in answer.choices:
             if found not in _ABSENT:
@@ -148,7 +151,7 @@ def _prefilled(body: bytes) -> Prefilled:
     cached = details.cached_tokens if isinstance(details, PromptDetails) else None
     return Prefilled(
         prompt_ids,
-        # A slice would keep the whole answer.
+        # Copied, because a slice would keep the whole answer in memory.
         None if bytes(transfer) in _ABSENT else transfer.copy(),
         cached_tokens=cached,
         reused_tokens=cached,
@@ -208,7 +211,9 @@ def _refusal(status: int, headers: Mapping[str, str], answer: bytes) -> KvrsErro
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Seconds of a Retry-After header, or until its date; None: no valid header."""
+    """Return the seconds that a Retry-After header names directly or by a date; None: no valid
+    header.
+    """
     if retry_after is None:
         return None
     try:
@@ -222,7 +227,7 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 def _decoded(body: bytes) -> Any:
-    """The decoded body; None: not JSON."""
+    """Return the decoded body; None: the body is not JSON."""
     try:
         return msgspec.json.decode(body)
     except UNREADABLE:
@@ -230,7 +235,7 @@ def _decoded(body: bytes) -> Any:
 
 
 def _as_openai(body: bytes) -> bytes:
-    """An engine's refusal in OpenAI's form.
+    """Rewrite an engine's refusal in OpenAI's form.
 
     Older versions of vLLM use a flat form, and a server in front of an engine any form.
     """

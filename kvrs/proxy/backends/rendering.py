@@ -11,7 +11,7 @@ from kvrs.proxy.wire.errors import UNREADABLE, UnusableError
 from kvrs.proxy.wire.journal import Journal
 
 TOKENIZE = "/tokenize"
-# Fields of a chat that its prompt depends on.
+# Fields of a chat that its rendered prompt depends on.
 _FIELDS = (
     *("model", "messages", "tools", "tool_choice", "reasoning_effort", "continue_final_message"),
     "chat_template_kwargs",
@@ -31,7 +31,9 @@ def tokenize_call(journal: Journal) -> Call:
 
 
 def tokenized_ids(answer: bytes) -> "array[int]":
-    """Ids of the answer to a `tokenize_call`. Raises UnusableError: not such an answer."""
+    """Read the token ids in the answer to a `tokenize_call`. Raises UnusableError: the answer has
+    no ids.
+    """
     try:
         found = packed(_TOKENIZED.decode(answer).tokens)
     except UNREADABLE as error:

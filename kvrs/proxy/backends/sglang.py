@@ -44,7 +44,7 @@ from kvrs.proxy.wire.upstream import Reader
 
 _LOADS = "/v1/loads?include=core"
 _SENT_KV = re.compile(rb"^sglang:kv_transfer_total_mb_sum(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
-# Polling interval while no stream waits for a token: a report is overdue after 1 s.
+# Seconds between polls while no stream waits for a token; a report is overdue after 1 s.
 _IDLE_INTERVAL_S = 0.5
 
 
@@ -62,23 +62,26 @@ class _ServerInfo(msgspec.Struct):
     disaggregation_bootstrap_port: int = 0
     disable_radix_cache: bool = False
     reasoning_parser: str | None = None
-    sampling_defaults: str = "model"  # Source of the default values of a chat's fields.
+    # "model": a chat's default values come from the model's files.
+    sampling_defaults: str = "model"
     chat_template: str | None = None
     enable_custom_logit_processor: bool = False
     hicache_storage_backend_extra_config: str | None = None
     speculative_algorithm: str | None = None
-    random_seed: int = 0  # Random unless configured.
+    random_seed: int = 0  # SGLang draws the seed at its start unless it is configured.
     internal_states: list["_Scheduler"] = []
 
     @property
     def start(self) -> bytes:
-        """A mark that identifies one start of the server: no two starts take the same time."""
+        """Mark of one start of the server: its seed and the durations of its start, which no other
+        start has.
+        """
         return msgspec.json.encode((self.random_seed, self.internal_states))
 
     @property
     def has_plain_chats(self) -> bool:
-        """The text of a chat's answer is the text of its ids: no parser runs, and no built-in
-        conversation template adds stop strings.
+        """True if the text of a chat's answer is the text of its ids: no parser runs, and no
+        built-in conversation template adds stop strings.
         """
         template = self.chat_template
         return self.reasoning_parser is None and (template is None or template.endswith(".jinja"))
@@ -93,12 +96,14 @@ class _ServerInfo(msgspec.Struct):
 
     @property
     def most_running(self) -> float:
-        """Requests that run at a time over all schedulers; infinite: not reported."""
+        """Most requests that run at a time, over all schedulers of the server; infinite: not
+        reported.
+        """
         return sum(s.effective_max_running_requests_per_dp for s in self.internal_states) or inf
 
 
 class _Scheduler(msgspec.Struct):
-    startup_time: Any = None  # Duration of each step in seconds.
+    startup_time: Any = None  # Seconds that each step of the start took, by its name.
     effective_max_running_requests_per_dp: int = 0
 
 
@@ -114,10 +119,11 @@ class _Load(msgspec.Struct):
     num_waiting_uncached_tokens: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
-    # Computed prompt tokens since the start.
+    # Prompt tokens computed, and not found in the cache, since the start.
     total_prefill_uncached_tokens: int = 0
     total_prefill_busy_us: int = 0
-    decode_moments: list[float] | None = None  # Counters of decode; the first counts steps.
+    # Counters of decode since the start; the first counts steps; None: not reported.
+    decode_moments: list[float] | None = None
 
 
 class SglangBackend(StockPeer):
@@ -135,7 +141,8 @@ class SglangBackend(StockPeer):
         self._epoch = 0
         self._vocabulary: int | None = None
         self._window = Window()
-        self._of_chats: dict[str, float] = {}  # Default values of a chat's fields.
+        # Default values that the server uses for absent fields of a chat.
+        self._of_chats: dict[str, float] = {}
 
     # Requests for the identity and the load.
 
@@ -179,7 +186,7 @@ class SglangBackend(StockPeer):
             node=identity.node,
             role=identity.role,
             epoch=epoch,
-            pid=0,  # SGLang does not report its pid.
+            pid=0,  # Unknown, since SGLang does not report its process id.
             model=model.id,
             fingerprint=f"SGLang {server.version}, {server.model_path} {server.weight_version}",
             geometry=geometry,
@@ -195,7 +202,7 @@ class SglangBackend(StockPeer):
         )
 
     async def _renders(self, model: str) -> bool:
-        """The server renders the messages of a chat and returns their token ids."""
+        """Ask whether the server can render the messages of a chat and return their token ids."""
         fields = {"model": model, "messages": [{"role": "user", "content": "x"}]}
         status, answer = await self.pool.ask(TOKENIZE, msgspec.json.encode(fields))
         try:
@@ -206,7 +213,7 @@ class SglangBackend(StockPeer):
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Load reports without time limits: the watcher sets one."""
+        """Yield load reports; time limits are the watcher's."""
         async with IdleConnection(self.pool) as idle:
             while True:
                 yield await self.load()
@@ -233,8 +240,8 @@ class SglangBackend(StockPeer):
         return (await self.control("GET", _LOADS, None, _Loads)).loads
 
     async def kv_received(self) -> float | None:
-        """KV that this prefill server has sent, in MB; decode counts none. None: not counted, as
-        without --enable-metrics.
+        """Megabytes of KV that this prefill server has sent since its start. None: not counted, as
+        at a decode server or without --enable-metrics.
         """
         _, answer = await self.pool.ask("/metrics", None)
         return sum(map(float, _SENT_KV.findall(answer))) or None
@@ -246,11 +253,11 @@ class SglangBackend(StockPeer):
 
     async def decode(self, call: Call, reader: Reader) -> None:
         call.fields.pop("kvrs", None)
-        if call.path == CHAT.path:  # Decode refuses the field.
+        if call.path == CHAT.path:  # SGLang's decode server refuses this field in chats.
             call.fields.pop("return_token_ids", None)
         info = self._info
         assert info is not None
-        if call.is_chat:  # Completions have other defaults.
+        if call.is_chat:  # Sent as a completion, whose default values differ from a chat's.
             call.fields = self._of_chats | call.fields
         call = limited(call, info.max_model_len)
         self._check_ids(call.fields.get("prompt"))
@@ -269,8 +276,8 @@ class SglangBackend(StockPeer):
             await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
 
     def _check_ids(self, prompt: Any) -> None:
-        """Raises RefusedError: an id outside the vocabulary, which would end SGLang's scheduler
-        (0.5.23).
+        """Check that every id is in the vocabulary: any other id would end SGLang's scheduler
+        (0.5.23). Raises RefusedError.
         """
         if self._vocabulary is None or not isinstance(prompt, list | array) or not prompt:
             return
@@ -279,16 +286,19 @@ class SglangBackend(StockPeer):
             raise RefusedError(400, error_body(message, param="prompt"))
 
     def join(self, call: Call, leg: PrefillLeg) -> Coroutine[Any, Any, None]:
-        """Make the prefill call that joins a decode call."""
+        """Return the prefill call that runs together with a decode call; `leg` reads the answer."""
         return super().decode(call, leg)
 
     @property
     def replays(self) -> bool:
-        """The server replays known output; prefill produces its first token."""
+        """True if the server has the logits processor that replays known output; in a pair, prefill
+        then replays the first token.
+        """
         return self._server is not None and self._server.replays
 
     def room(self) -> dict[str, Any]:
-        """Fields by which the legs of an attempt meet, unique to the attempt.
+        """Return the fields by which the prefill and the decode call of an attempt meet, drawn anew
+        for each attempt.
 
         Decode servers cache a prefill server's ports by its address until two heartbeats fail; none
         fails if the next process answers in time. So the address has a user name that differs for
@@ -311,7 +321,7 @@ class SglangBackend(StockPeer):
 
 
 def _progress(loads: Sequence[_Load]) -> float:
-    """Work done by all schedulers, in prompt tokens and decode steps."""
+    """Return the work done since the start by all schedulers: prompt tokens plus decode steps."""
     return sum(
         each.total_prefill_uncached_tokens + (each.decode_moments or (0.0,))[0] for each in loads
     )
@@ -322,7 +332,9 @@ def _free_tokens(load: _Load) -> int:
 
 
 def _queue_s(load: _Load) -> float:
-    """Estimated time to compute the waiting prompts, at the rate of the prompts before."""
+    """Return the predicted seconds until the waiting prompts are computed, at the mean rate since
+    the start; 0: no rate known.
+    """
     if not load.total_prefill_uncached_tokens:
         return 0.0
     token_s = load.total_prefill_busy_us / 1e6 / load.total_prefill_uncached_tokens

@@ -16,8 +16,8 @@ _ENDS = ("length", "stop")
 
 
 class PrefillLeg:
-    """The reader of prefill's answer. Its one token is ignored, since decode sends it too; its end
-    counts, and `found` is called with the prompt tokens that prefill had in its cache.
+    """Reader of prefill's answer. The answer's one token is ignored, since decode sends it too. At
+    the end `found` is called with the prompt tokens that prefill had in its cache.
     """
 
     shortcut = None
@@ -53,7 +53,7 @@ class PrefillLeg:
         return Need.MORE
 
     def check_end(self) -> None:
-        """Check that the answer was complete. Raises UpstreamError: it was not."""
+        """Check that prefill's answer was complete. Raises UpstreamError: the answer was cut."""
         if not self.is_over:
             raise UpstreamError("prefill ended without a finish reason and [DONE]")
 
@@ -100,7 +100,7 @@ class Window:
 async def with_both(
     decode: Coroutine[Any, Any, None], prefill: Coroutine[Any, Any, None], leg: PrefillLeg
 ) -> None:
-    """Run both calls until decode ends. When prefill fails or decode ends, the other call is
+    """Run both calls until decode ends. When either call fails or decode ends, the other call is
     closed.
 
     Raises:
@@ -122,4 +122,5 @@ async def with_both(
     finally:
         for task in legs:
             if not task.cancel() and not task.cancelled():
-                task.exception()  # Mark the error as retrieved.
+                # Read the error, so that asyncio does not log it as never retrieved.
+                task.exception()

@@ -5,13 +5,15 @@
 import json
 from typing import Any
 
-# SGLang unpickles this constant: opcodes that look a class up by its name (c), and end (.).
+# SGLang unpickles this constant. Its opcodes look up a class by its name (c), and end (.).
 _PROCESSOR = json.dumps({"callable": b"ckvrs.sglang.replay\nReplayProcessor\n.".hex()})
 _STORAGE = "kvrs.sglang.storage"
 
 
 def take_replay(fields: dict[str, Any]) -> bool:
-    """Move a call's known output into SGLang's fields; return whether there was any."""
+    """Move a call's known output into SGLang's fields for the processor; return whether the call
+    had any.
+    """
     known = fields.pop("vllm_xargs", None)
     if known is None:
         return False
@@ -20,8 +22,8 @@ def take_replay(fields: dict[str, Any]) -> bool:
 
 
 def can_replay(*, takes_processors: bool, storage_options: str | None, speculates: bool) -> bool:
-    """A server with these flags has the processor. The scheduler imports it, and would end if kvrs
-    were not installed, so a server that keeps KV in kvrs is required. A step of speculation has
-    several tokens, so speculation excludes replay.
+    """Return whether a server with these options has the processor. The scheduler imports it, and
+    would end if kvrs were not installed, so the server must keep its KV in kvrs. A step of
+    speculation has several tokens, which excludes replay.
     """
     return takes_processors and not speculates and _STORAGE in (storage_options or "")

@@ -1,4 +1,6 @@
-"""Common part of unmodified vLLM and SGLang: substitutes for the instance protocol."""
+"""Common part of the backends for unmodified vLLM and SGLang, which replaces what the instance
+protocol would do.
+"""
 
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -27,7 +29,7 @@ class StockPeer(OpenAiPeer):
     def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Load reports without time limits: the watcher sets one."""
+        """Yield load reports; time limits are the watcher's."""
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]

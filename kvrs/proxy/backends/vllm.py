@@ -47,10 +47,10 @@ from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import EventReader, Reader
 from kvrs.proxy.wire.watchdog import awake_since_s
 
-# Interval of reading `/metrics`: 60 kB of text and milliseconds of the server's time, so longer
-# than that of `/health`. A load report is at most this old.
+# Seconds between reads of `/metrics`, longer than between reads of `/health`: the answer is 60 kB
+# of text and takes the server milliseconds. A load report is at most this old.
 _METRICS_INTERVAL_S = 1.0
-# Polling interval while no stream waits for a token: a report is overdue after 1 s.
+# Seconds between polls while no stream waits for a token; a report is overdue after 1 s.
 _IDLE_INTERVAL_S = 0.5
 # Time limit of the probe at start-up: the first request of a vLLM may take half a minute.
 _PROBE_TIMEOUT_S = 60.0
@@ -59,10 +59,11 @@ _COMPLETIONS = "/v1/completions"
 # Message of the error event that ends a request whose KV vLLM could not load; a dead engine sends a
 # longer message.
 _LOAD_FAILED = "Internal server error"
-# Validity of a hand-off, a part of `kv_lease_duration` (30 s, at least 10 s). Later, the blocks at
-# prefill may belong to another stream, and decode would not notice.
+# Seconds for which a hand-off may be used, a part of `kv_lease_duration` (30 s, at least 10 s).
+# After the lease the blocks at prefill may belong to another stream, and decode would not notice.
 _HAND_OFF_S = 6.0
-# Delay after which a request that frees a hand-off is aborted: by then it has reached the engine.
+# Seconds after which a request that only frees a hand-off is aborted: it has reached the engine by
+# then.
 _ABORTED_AFTER_S = 1.5
 
 
@@ -81,8 +82,9 @@ class VllmBackend(VllmServer):
         super().__init__(links, url)
         self._identity = identity
         self._params_key = params_key
-        self._info: InstanceInfo | None = None  # Identity of the last probed process.
-        # Reason not to use the instance, since it denied a one-token request.
+        # Identity of the process that was probed last; None: none yet.
+        self._info: InstanceInfo | None = None
+        # Reason not to use the instance, which denied a one-token request. None: usable.
         self._denied: str | None = None
         self._row_loads = RowLoads(identity.node)
 
@@ -113,8 +115,8 @@ class VllmBackend(VllmServer):
         return self._info
 
     async def _other_mark(self, metrics: VllmMetrics) -> str | None:
-        """The mark of a prefill instance's engine, needed where the process has no start time and
-        may have been replaced. None: no mark shown or needed.
+        """Return the mark of a prefill instance's engine, if the process may have been replaced and
+        shows no start time. None: no mark is shown, or none is needed.
         """
         if metrics.started_s is not None or not self._process.is_in_doubt:
             return None
@@ -124,7 +126,7 @@ class VllmBackend(VllmServer):
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 engine = await self._probe(self._info)
         except (UpstreamError, RefusedError, TimeoutError):
-            return None  # The fault is found when the instance is probed.
+            return None  # No mark: the probe of the instance will find the same fault.
         return None if engine is None else engine_mark(engine)
 
     async def _meet(self, epoch: int, metrics: VllmMetrics) -> InstanceInfo:
@@ -154,7 +156,7 @@ class VllmBackend(VllmServer):
             node=identity.node,
             role=identity.role,
             epoch=epoch,
-            pid=0,  # vLLM does not report it.
+            pid=0,  # Unknown, since vLLM does not report its process id.
             model=model.id,
             fingerprint=f"vLLM {version.version}, {model.root or model.id}",
             geometry=geometry,
@@ -196,8 +198,8 @@ class VllmBackend(VllmServer):
                     "one of another kind"
                 )
             return self._checked(answer, info).remote_engine_id
-        # vLLM warms up its sampler without a seed. The first seeded request compiles kernels, and
-        # must not be a recovered stream (vLLM issue 54425).
+        # This request is the first with a seed, which compiles kernels: vLLM warms up its sampler
+        # without a seed. A recovered stream must not have to wait for that (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
         events = EventReader()
         await super().decode(Call(_COMPLETIONS, asked), events)
@@ -207,7 +209,7 @@ class VllmBackend(VllmServer):
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Load reports without time limits: the watcher sets one."""
+        """Yield load reports; time limits are the watcher's."""
         try:
             async for report in self._polled(interval_s, is_awaited):
                 yield report
@@ -225,7 +227,8 @@ class VllmBackend(VllmServer):
                     raise UnusableError(self._denied)
                 is_due = report is None or clock() - read_s >= _METRICS_INTERVAL_S
                 if (has_streams := is_awaited()) or is_due:
-                    # Wait a moment: an HTTP server whose engine is dead ends soon.
+                    # The answer may take a moment: an HTTP server whose engine is dead ends soon
+                    # after.
                     await self._read("/health")
                 await self._check_engines()
                 if is_due or report is None:
@@ -238,8 +241,8 @@ class VllmBackend(VllmServer):
                     read_s = -inf  # Read again at once, to see if the process is another one.
 
     async def _listed(self) -> ModelNames | None:
-        """Names that the server serves now: adapters are loaded and unloaded while it runs. None:
-        no answer; other requests show whether the server lives.
+        """Ask for the names that the server serves now, since adapters come and go while it runs.
+        None: no answer, which other requests of the watch judge.
         """
         info = self._info
         try:
@@ -281,18 +284,18 @@ class VllmBackend(VllmServer):
     # Calls that serve a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
-        """Compute the KV of the history. If the answer has no hand-off (some connectors give none
-        when an end token ended the request), decode computes the history itself.
+        """Compute the KV of the history and return its hand-off. Some connectors give none when an
+        end token ended the request; decode then computes the history itself.
         """
         info = self._info
         assert info is not None
-        # Only the KV before the output token is used: an end token must not end the request.
+        # An end token must not end the request: its KV is wanted, not its output.
         call.fields["ignore_eos"] = True
         try:
             answer = await super().prefill(self._plain(call))
         except DeniedError as error:
             raise await self._judged(error) from None
-        if answer.transfer is None:  # An end token has ended the request.
+        if answer.transfer is None:  # An end token has ended the request, so there is no hand-off.
             return answer
         transfer = self._checked(answer, info)
         answer.good_until_s, answer.ranks = awake_since_s() + _HAND_OFF_S, transfer.tp_size
@@ -301,7 +304,9 @@ class VllmBackend(VllmServer):
         return answer
 
     def _checked(self, answer: Prefilled, info: InstanceInfo) -> Transfer:
-        """The checked hand-off of an answer. Raises UnusableError: it cannot be used."""
+        """Return the checked hand-off in prefill's answer. Raises UnusableError: the hand-off
+        cannot be used.
+        """
         assert answer.transfer is not None
         page_size_tokens = info.geometry.page_size_tokens
         told = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
@@ -309,7 +314,9 @@ class VllmBackend(VllmServer):
         return told
 
     def _plain(self, call: Call) -> Call:
-        """The call without the `kvrs` object, which vLLM does not know; the tier has its own."""
+        """Return the call without its `kvrs` object, which vLLM does not know; kvrs's tier in vLLM
+        reads an object of its own.
+        """
         call.fields.pop("kvrs", None)
         if call.rows is not None and not call.rows.in_store:
             agents = call.rows.agents[:MAX_AGENTS]
@@ -333,9 +340,10 @@ class VllmBackend(VllmServer):
                 rows.over_s = time.monotonic()
 
     async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
-        """Free a hand-off by a request for one token after the history. The request fetches the KV,
-        or is aborted in the queue, and then vLLM frees the KV at prefill. A salt of its own keeps
-        other requests from the fetched blocks, which may hold other KV by now.
+        """Free a hand-off at prefill by asking decode for one token after the history. The request
+        fetches the KV or is aborted in the queue; either makes vLLM free the KV. The request has a
+        salt of its own, so that no other request uses the fetched blocks, which may hold other KV
+        by now.
         """
         info = self._info
         assert info is not None
@@ -360,8 +368,9 @@ class VllmBackend(VllmServer):
             raise await self._judged(error) from None
 
     async def _judged(self, error: DeniedError) -> KvrsError:
-        """Classify a denial. A gateway may deny a request for its content: the server is at fault
-        only if it denies a one-token request too, and then its watch ends.
+        """Return what a denial (HTTP 401 or 403) of a request means. A gateway may deny a request
+        for its content: only if the server denies a one-token request too, the server is at fault
+        and its watch ends.
         """
         if self._denied is not None:
             return error

@@ -28,7 +28,9 @@ _MOST_MARKS = 256
 
 
 def engine_mark(engine_id: str) -> str:
-    """The mark of NIXL's engine id, common to the engines of one server (data parallel)."""
+    """Return the mark of a NIXL engine id: its part that all engines of one server (data parallel)
+    share.
+    """
     return f"engine {engine_id.split('_dp')[0]}"
 
 
@@ -43,25 +45,27 @@ class ProcessIdentity:
 
     def __init__(self) -> None:
         self.epoch = 0  # Number of the present process; 0: no process met.
-        # Epoch of each mark's last sighting, latest mark last.
+        # Marks seen so far, with the epoch in which each was seen last; the latest mark is last.
         self._marks: dict[str, int] = {}
         self._doubt = _Doubt.NONE
         self._counted: float | None = None
-        # Start time in all of the latest reads, time of the first of these reads, and whether the
-        # start time was new then.
+        # The one start time that all reads since `_alone_s` have shown, and whether it was new
+        # then.
         self._alone, self._alone_s, self._alone_is_new = "", 0.0, False
 
     @property
     def is_in_doubt(self) -> bool:
-        """The process may have been replaced since the last read."""
+        """True if the process may have been replaced since the last read of `/metrics`."""
         return self._doubt is not _Doubt.NONE
 
     def connection_ended(self) -> None:
-        """Note the end of the watch's idle connection."""
+        """Note that the watch's idle connection has ended, so the process may have been
+        replaced.
+        """
         self._doubt = max(self._doubt, _Doubt.ENDED)
 
     def lost(self) -> None:
-        """Note the end of the watch by a failed request."""
+        """Note that a request of the watch has failed, so the server counts as lost."""
         self._doubt = _Doubt.LOST
 
     def noted(self, engine_id: str) -> None:
@@ -107,14 +111,16 @@ class ProcessIdentity:
         return not (before and counted is not None and counted >= before)
 
     def _marks_like(self, mark: str) -> int:
-        """Number of marks of this kind that the process of this epoch has shown."""
+        """Return how many marks of the same kind the process of this epoch has shown."""
         kind = mark.split()[0]
         return sum(
             epoch == self.epoch and each.split()[0] == kind for each, epoch in self._marks.items()
         )
 
     def _has_replaced(self, start: str, now_s: float) -> bool:
-        """A start time that was new at its first sighting has been the only one for long."""
+        """Return whether a start time, new when first seen, has been the only one for
+        `REPLACED_S`.
+        """
         if start != self._alone:
             self._alone, self._alone_s = start, now_s
             self._alone_is_new = bool(start) and start not in self._marks

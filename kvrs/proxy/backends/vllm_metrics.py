@@ -9,7 +9,7 @@ from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.wire.errors import UnusableError
 
-# Values that are not finite count as absent.
+# A number in the text; inf and nan do not match, and so count as absent.
 _NUMBER = r"[-+]?[0-9]{1,30}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?"
 _NAME = r"process_start_time_seconds|vllm:(?![a-z_]+_bucket\{)[a-z_]+"
 _LINE = re.compile(
@@ -23,14 +23,14 @@ _OF_PROGRESS = (
     "vllm:request_success_total",
     "vllm:kv_cache_usage_perc",
 )
-_ROW_TIER = ':KvrsTier"'  # End of the label of kvrs's tier, after the tier's number.
-# Series that show that an engine uses a store, from its start.
+_ROW_TIER = ':KvrsTier"'  # End of the label that names kvrs's tier, behind the number of the tier.
+# By kind of store: lines of `/metrics` that show, from the start of vLLM, that it uses the store.
 _STORES = {
     "mooncake": ("\n# TYPE vllm:mooncake_store_",),
     "lmcache": ("\n# TYPE vllm:lmcache_", "\n# TYPE lmcache:"),
     "hf3fs": ("\n# TYPE vllm:hf3fs_",),
 }
-# Any other source of loaded KV is a store; these sources are not.
+# Sources of loaded KV that are no stores; any other source is one.
 _NO_STORES = ("device", "host", "disk", "p2p")
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
@@ -44,25 +44,28 @@ class StoreLoads(NamedTuple):
 
 
 class VllmMetrics:
-    """A response of `/metrics`. Values of several engines (data parallel) are added."""
+    """One answer of `/metrics`. Values of several engines (data parallel) are added."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        # The text is parsed once: a server shows tens of kilobytes, mostly histograms.
+        # Values and labels by name of the series; parsed once, because a server shows tens of
+        # kilobytes.
         self._found: dict[str, list[tuple[str, float]]] = {}
         for name, labels, value in _LINE.findall(text):
             self._found.setdefault(name, []).append((labels, float(value)))
 
     @cached_property
     def started_s(self) -> float | None:
-        """Start time of the process, by its own clock; None: several API servers share the
-        `/metrics`.
+        """Start time of the process by the server's clock; None: not shown, as several API servers
+        share the `/metrics`.
         """
         return next(self._values("process_start_time_seconds"), None)
 
     @property
     def tokens(self) -> float | None:
-        """Tokens of prompts and outputs since the start; None: not reported by this version."""
+        """Number of prompt and output tokens since the start; None: not reported by this
+        version.
+        """
         found = [*self._values("vllm:prompt_tokens_total")]
         found += self._values("vllm:generation_tokens_total")
         return sum(found) if found else None
@@ -84,20 +87,20 @@ class VllmMetrics:
 
     @property
     def progress(self) -> float:
-        """Tokens computed and requests ended since the start, plus the share of KV blocks in use:
-        one of them moves while the engine works, even within a long prompt.
+        """A number that changes while the engine works, even within a long prompt: tokens computed
+        and requests ended since the start, plus the share of KV blocks in use.
         """
         return sum(sum(self._values(name)) for name in _OF_PROGRESS)
 
     @property
     def prefill_s(self) -> float:
-        """Mean duration of prefill; 0 before the first request."""
+        """Mean seconds that a prefill took since the start; 0: no request yet."""
         count = sum(self._values("vllm:request_prefill_time_seconds_count"))
         return sum(self._values("vllm:request_prefill_time_seconds_sum")) / count if count else 0.0
 
     @property
     def cache(self) -> dict[str, str]:
-        """Configuration of the KV cache."""
+        """Settings of the KV cache by name, from the labels of vLLM's `cache_config_info`."""
         for labels in self._labels("vllm:cache_config_info"):
             return labels
         raise UnusableError(
@@ -110,13 +113,13 @@ class VllmMetrics:
 
     @property
     def has_connector(self) -> bool:
-        """The engine runs a NixlConnector, whose counters exist from its start."""
+        """True if the engine runs a NixlConnector, which shows counters from its start."""
         return "\nvllm:nixl_" in self._text
 
     @property
     def hand_off_format(self) -> str:
-        """NIXL's compatibility hash, equal at both ends of a hand-off. Where vLLM shows no hash,
-        the type of the KV cache, a part of it, replaces the hash. Empty: no connector.
+        """Value that both ends of a hand-off must have in common: NIXL's compatibility hash, or
+        where vLLM does not show the hash, the type of the KV cache. Empty: no connector.
         """
         if not self.has_connector:
             return ""
@@ -130,7 +133,7 @@ class VllmMetrics:
 
     @cached_property
     def hand_offs(self) -> HandOffReport | None:
-        """Counts of the connector; None: no connector."""
+        """Counts of the NixlConnector since the start; None: no connector."""
         if not self.has_connector:
             return None
         return HandOffReport(
@@ -144,18 +147,22 @@ class VllmMetrics:
 
     @property
     def transfer_s(self) -> float:
-        """Sum of the durations of the connector's transfers."""
+        """Seconds that all transfers of the NixlConnector took together, since the start."""
         return sum(self._values("vllm:nixl_xfer_time_seconds_sum"))
 
     @property
     def received_bytes(self) -> float | None:
-        """KV fetched by the connector since the start; None: not reported by this version."""
+        """Bytes of KV that the NixlConnector has fetched since the start; None: not reported by
+        this version.
+        """
         found = list(self._values("vllm:nixl_bytes_transferred_sum"))
         return sum(found) if found else None
 
     @property
     def rows_read(self) -> tuple[float, float]:
-        """Bytes that kvrs's tier has loaded since the start, and the loads' total duration."""
+        """Bytes that kvrs's tier has loaded since the start, and the seconds that all loads took
+        together.
+        """
         size_bytes, seconds = (
             sum(value for labels, value in self._tier_reads(name) if _ROW_TIER in labels)
             for name in ("read_bytes", "read_time")
@@ -164,7 +171,7 @@ class VllmMetrics:
 
     @cached_property
     def store(self) -> str:
-        """Kind of the store that the engine loads from on its own; empty: none seen."""
+        """Kind of the store that the engine loads KV from on its own; empty: no store seen."""
         if any(_ROW_TIER in labels for labels, _ in self._tier_reads("read_bytes")):
             return ""  # kvrs's tier loads from agents, not from a store.
         for kind, series in _STORES.items():
@@ -174,7 +181,9 @@ class VllmMetrics:
 
     @cached_property
     def store_loads(self) -> "StoreLoads":
-        """Loads since the start, with their total duration; None: not counted by the store."""
+        """Tokens that the engine has asked its store for since the start, and tokens that the store
+        had; with the loads' total seconds, or None if the store does not count time.
+        """
         hits = sum(
             value
             for labels, value in self._found.get("vllm:prompt_tokens_cached_by_source_total", ())
@@ -195,7 +204,7 @@ class VllmMetrics:
 
     @cached_property
     def drafts(self) -> SpeculationReport | None:
-        """Drafts of the engine's speculative decoding since the start; None: no speculation."""
+        """Counts of the engine's speculative decoding since the start; None: no speculation."""
         steps, proposed, accepted = (
             list(self._values(f"vllm:spec_decode_num_{name}_total"))
             for name in ("drafts", "draft_tokens", "accepted_tokens")

@@ -27,8 +27,8 @@ from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_mod
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 128, 16_384
-_SHORTEST_OF_ALL = 16  # Shortest measured prompt of models with a short context.
-# Ids in every vocabulary. No two random prompts begin alike.
+_SHORTEST_OF_ALL = 16  # Tokens of the shortest measured prompt, for a model whose context is short.
+# First id and number of ids that prompts are drawn from: every vocabulary has these.
 _FIRST_ID, _IDS = 3, 250
 _TIMEOUT_S = 600.0
 _SHOWN_BYTES = 300
@@ -40,9 +40,12 @@ class VllmProfileOptions:
 
     url: str
     out: Path
-    model: str | None = None  # Directory, or name in the Hugging Face cache; None: vLLM's model.
-    label: str | None = None  # None: named after the model.
-    longest_tokens: int | None = None  # None: 16,384, or the model's limit.
+    # Directory of the model, or its name in the Hugging Face cache; None: the model that vLLM
+    # names.
+    model: str | None = None
+    label: str | None = None  # Label of the profile; None: the model's name.
+    # Longest measured prompt; None: 16,384 tokens, or the model's limit.
+    longest_tokens: int | None = None
     repeats: int = 3  # Measurements per length; the median counts.
 
 
@@ -60,8 +63,8 @@ def run_vllm_profile(
     tell: Callable[[int, int], None] = lambda _done, _all: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Path:
-    """Measure, write the profile, and return its path. `tell` gets the number of computed prompts
-    and of all prompts.
+    """Measure prefills, write the profile, and return its path. `tell` is called with the number of
+    prompts computed so far and of all prompts.
 
     Raises:
         ConfigError: a wrong option, or a server that cannot be measured; nothing is written.
@@ -87,12 +90,12 @@ def _measured(
     tell: Callable[[int, int], None],
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """Duration of a prefill for each length."""
+    """Return the median seconds of a prefill by the number of its tokens."""
     lengths = lengths_up_to(options.longest_tokens, model.max_model_len)
     total, done = len(lengths) * options.repeats + 1, 0
     seconds: dict[int, float] = {}
     server.refuse_busy()
-    server.prefill(model.id, lengths[0])  # Let the first prompt compile kernels.
+    server.prefill(model.id, lengths[0])  # Not measured: the first prompt compiles kernels.
     tell(done := done + 1, total)
     for tokens in lengths:
         server.refuse_busy()
@@ -107,12 +110,13 @@ def _measured(
 
 
 def lengths_up_to(longest_tokens: int | None, max_model_len: int | None) -> list[int]:
-    """Measured lengths: each is twice the length before.
+    """Return the prompt lengths to measure, in tokens: each is twice the length before.
 
     Raises:
         ConfigError: fewer than two lengths.
     """
-    limit = (max_model_len or LONGEST_TOKENS + 1) - 1  # Leave room for one output token.
+    # One token of the context is left for the output.
+    limit = (max_model_len or LONGEST_TOKENS + 1) - 1
     longest = min(longest_tokens or LONGEST_TOKENS, limit)
     shortest = SHORTEST_TOKENS if longest >= 2 * SHORTEST_TOKENS else _SHORTEST_OF_ALL
     if longest < 2 * shortest:
@@ -157,7 +161,7 @@ def _profile(
 
 
 class _Server:
-    """A vLLM behind one connection; calls block."""
+    """Client of the vLLM to measure, over one connection; each call blocks until the answer."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         place = place_of(url)
@@ -185,7 +189,9 @@ class _Server:
         return VllmMetrics(self._ask("GET", "/metrics").decode(errors="replace"))
 
     def refuse_busy(self) -> None:
-        """Raises ConfigError: the server computes for others, and would be measured too."""
+        """Check that the server is idle, because other requests would change the measured times.
+        Raises ConfigError.
+        """
         try:
             metrics = self.metrics()
             running, waiting = metrics.running, metrics.waiting

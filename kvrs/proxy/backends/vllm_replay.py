@@ -14,15 +14,17 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.upstream import EventReader, Reader
 
-# Ids of any vocabulary, in an order that no model generates.
+# Known output of the test request: ids that every vocabulary has, in an order that no model
+# generates by itself.
 _KNOWN = [3, 1, 2, 1, 3]
 
 
 async def with_replay(
     info: InstanceInfo, decode: Callable[[Call, Reader], Awaitable[None]]
 ) -> InstanceInfo:
-    """The info with the capability REPLAY, if the server has it. A server of another version may
-    refuse the request or fail at it, and can still be used; a dead server is found otherwise.
+    """Return `info`, with the capability REPLAY if the server repeats known output. A server that
+    refuses the test request or fails at it lacks only this capability; a dead server is found
+    elsewhere.
     """
     if info.role is Role.PREFILL:
         return info

@@ -18,13 +18,16 @@ from kvrs.proxy.backends.bodies import RowLoad
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
-# Delay before reading counters: an engine may publish them a moment after the token.
+# Seconds after the last first token until the counters are read as final: an engine may publish
+# them a moment later.
 _SETTLED_S = 0.5
-_REPORTED_S = 5.0  # Duration for which a report is repeated.
+_REPORTED_S = 5.0  # Seconds for which each load report repeats the report of a load.
 
 
 class _Counts(NamedTuple):
-    """Counts of a process since its start; for a store also the requested tokens."""
+    """Bytes loaded by one process since its start, tokens asked of a store (0 without), and seconds
+    of loading.
+    """
 
     size_bytes: float = 0.0
     asked_tokens: float = 0.0
@@ -44,18 +47,20 @@ class _Open(NamedTuple):
 
 
 class RowLoads:
-    """Loads of rows at one server, and the resulting rates of its links."""
+    """Loads of rows by one server, and the bandwidths that result for its links."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
         self._meter = HandOffMeter()
         self._open: list[_Open] = []
-        self._over_s: float | None = None  # Time since which all open loads are over.
-        # Process, kind (store or not) and counts at the last read.
+        # Time at which the last open load was over; None: one is not over, or none is open.
+        self._over_s: float | None = None
+        # From the last read: start time of the process, whether it loads from a store, and its
+        # counts.
         self._before: tuple[float | None, bool, _Counts] = nan, False, _Counts()
-        self._came = _Counts()  # Counts added while loads were open.
+        self._came = _Counts()  # Growth of the counts while loads were open.
         self._recovery_bytes = self._prefix_bytes = 0.0
-        self._of_store = Pulled(0.0, 0.0, 0.0)  # Loads of a store with a known duration.
+        self._of_store = Pulled(0.0, 0.0, 0.0)  # Sum of the loads from a store, for its bandwidth.
         self._reports: list[tuple[float, FetchReport]] = []
 
     def begin(self, load: RowLoad, page_bytes: int, now_s: float) -> None:
@@ -100,7 +105,9 @@ class RowLoads:
 
     @property
     def kv_bytes(self) -> dict[str, int]:
-        """Bytes by purpose of their load, over all processes of the server since each was met."""
+        """Bytes loaded for recoveries and for new prompts, since the proxy first met each
+        process.
+        """
         return {
             TrafficClass.RECOVERY.label: int(self._recovery_bytes),
             PREFIX: int(self._prefix_bytes),
@@ -127,8 +134,8 @@ class RowLoads:
     def _settle_store(
         self, most: float, wanted_bytes: float, bytes_per_token: int, now_s: float
     ) -> float:
-        """Return the part of the wanted rows that was certainly loaded; `most` is the part that can
-        have been loaded.
+        """Report the open loads from a store, and return the share of the wanted rows that was
+        certainly loaded; `most` is the share that can have been loaded.
         """
         came, own_tokens = self._came, sum(each.load.history_tokens for each in self._open)
         of_others_bytes = max(0.0, came.asked_tokens - own_tokens) * bytes_per_token
@@ -139,11 +146,12 @@ class RowLoads:
             part = load.history_tokens / own_tokens
             asked = round(part * min(own_tokens, came.asked_tokens))
             loaded = min(asked, round(part * certain_bytes / bytes_per_token))
-            # Tokens that other requests may have loaded instead do not count as missed.
+            # Tokens that this load may have had count neither as loaded nor as computed.
             had = min(asked, round(part * most * wanted_bytes / bytes_per_token))
             self._report(load, loaded, asked - max(had, loaded), now_s)
         size_bytes, seconds = came.size_bytes, came.seconds
-        if not seconds:  # A store without durations: use the loads' own times up to their tokens.
+        # The store does not count time: add the times from each load's start to its first token.
+        if not seconds:
             size_bytes = certain_bytes
             seconds = sum((load.over_s or now_s) - began for load, _, began in self._open)
         if certain_bytes:

@@ -17,8 +17,8 @@ from kvrs.proxy.wire.errors import UNREADABLE, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
-# Paths of `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an
-# orchestrator's instruction, streams stand still and new requests get 503.
+# Paths of `--enable-fault-tolerance`, by version. With that option `/health` still says 200 while
+# an engine waits for an orchestrator, although streams stand still and new requests get 503.
 _FT_PATHS = ("/fault_tolerance/status", "/v1/fault_tolerance/status")
 _FT_STOPPED = ("unhealthy", "paused", "dead")
 
@@ -36,7 +36,8 @@ class VllmServer(StockPeer):
 
     def __init__(self, links: EngineLinks, url: str) -> None:
         super().__init__(links, url)
-        self._ft_path: str | None = None  # Path that answered; None: fault tolerance is off.
+        # The one of `_FT_PATHS` that answered; None: fault tolerance is off.
+        self._ft_path: str | None = None
         self._process = ProcessIdentity()
         self._totals = ProcessTotals()
         self._meter = HandOffMeter()
@@ -53,7 +54,7 @@ class VllmServer(StockPeer):
         return VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
 
     def _epoch(self, metrics: VllmMetrics, other_mark: str | None) -> int:
-        """Epoch of the process that has just answered."""
+        """Return the epoch of the process that has just answered `/metrics`."""
         return self._process.read(
             metrics.started_s,
             other_mark,
@@ -69,8 +70,8 @@ class VllmServer(StockPeer):
         return self._counts(metrics)[0].transferred_bytes
 
     def _counts(self, metrics: VllmMetrics) -> tuple[HandOffReport, SpeculationReport]:
-        """Counts of hand-offs and drafts over all processes behind the port; 0 where a count is
-        missing.
+        """Return the counts of hand-offs and drafts, added over all processes behind the port; 0:
+        vLLM does not report the count.
         """
         hand_offs = metrics.hand_offs or HandOffReport()
         drafts = metrics.drafts or SpeculationReport("engine", active=True)
@@ -95,7 +96,9 @@ class VllmServer(StockPeer):
                 return
 
     async def _check_engines(self) -> None:
-        """Raises UpstreamError: the server's fault tolerance reports a stopped engine."""
+        """Check that no engine of the server has stopped. Raises UpstreamError: the server's fault
+        tolerance reports one.
+        """
         if self._ft_path is None:
             return
         try:
@@ -110,7 +113,9 @@ class VllmServer(StockPeer):
             )
 
     def _measured_links(self, metrics: VllmMetrics) -> list[LinkReport]:
-        """Links over which this instance has fetched this proxy's hand-offs."""
+        """Return the bandwidths of the links over which this instance has fetched this proxy's
+        hand-offs.
+        """
         counts, now_s = metrics.hand_offs, time.monotonic()
         if counts is not None:
             pulled = Pulled(counts.transfers, counts.transferred_bytes, metrics.transfer_s)
@@ -119,7 +124,9 @@ class VllmServer(StockPeer):
         return [LinkReport(source, *found) for source, found in measured.items()]
 
     def _begin_pull(self, call: Call, bytes_per_token: int) -> FetchedHandOff | None:
-        """Report a hand-off that the call fetches to the meter; None: no hand-off."""
+        """Tell the bandwidth meter that the call fetches a hand-off; None: the call
+        fetches none.
+        """
         hand_off = call.hand_off
         if hand_off is None:
             return None

@@ -18,7 +18,9 @@ class ProcessTotals:
         self._sums: list[int] = []
 
     def add(self, epoch: int, process: float | None, counts: Sequence[int]) -> list[int]:
-        """Return the sums, given the present counts of a process (by its start time)."""
+        """Return the sums over all processes, after one process (named by its start time) has shown
+        `counts`.
+        """
         if epoch != self._epoch:
             self._epoch, self._last, self._sums = epoch, {process: counts}, [*counts]
         before = self._last.pop(process, counts)

@@ -18,7 +18,8 @@ _Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:-]{1,255}$")]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Blocks = Annotated[list[Natural], msgspec.Meta(min_length=1)]
 
-# Unknown fields of later versions are forwarded if they are one small value.
+# Longest value in bytes that a field of a later vLLM, unknown here, may have: longer or composed
+# values are refused.
 _LONGEST_VALUE_BYTES = 64
 
 
@@ -27,7 +28,7 @@ class Transfer(msgspec.Struct, omit_defaults=True):
 
     remote_block_ids: Annotated[
         list[_Blocks], msgspec.Meta(min_length=1)
-    ]  # Block ids: one list per group of layers.
+    ]  # Block ids, as one list for each group of layers.
     remote_engine_id: _Name
     remote_request_id: _Name
     remote_host: _Host
