@@ -72,10 +72,10 @@ class Shell(Protocol[_S]):
         """Note that the stream has left all books. Called once per stream."""
 
     def note(self, action: act.Record) -> None:
-        """Show a record of the policy to people."""
+        """Show operators a record of a decision of the policy."""
 
     def wake_at(self, at_s: float) -> None:
-        """Report `TimerFired` at this time."""
+        """Report `TimerFired` to `Control` at `at_s`."""
 
     def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
         """Show people that an instance is up or lost, or its GPU's health."""

@@ -38,7 +38,7 @@ VERSION = 2
 _LATEST_S = 1e9
 _NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
 
-# Fields of a load report that are omitted at these values.
+# Default values of fields of a load report; the log leaves out fields with these values.
 _UNSAID: dict[str, Any] = dict(
     [*msgspec.to_builtins(LoadReport(0, 0, 0, 0, 0.0, [])).items()][
         -len(LoadReport.__struct_defaults__) :
@@ -60,7 +60,7 @@ class LogEntry(msgspec.Struct, frozen=True):
     now_s: float
     event: ev.Event
     actions: tuple[act.Action, ...]
-    wall_s: float | None = None  # The same time by the wall clock; None in older logs.
+    wall_s: float | None = None  # Time of the event by the wall clock; None in older logs.
 
 
 class RerunDifference(msgspec.Struct, frozen=True):

@@ -190,7 +190,7 @@ def set_stay_deadline(state: State, stream: Stream, deadline: StayDeadline) -> N
 
 
 def clear_stay_deadline(state: State, stream: Stream) -> None:
-    """Clear the deadline: the instance has finished its re-forming."""
+    """Clear the deadline of a staying stream: the instance has finished its re-forming."""
     state.timers.alarms_s.pop(stream.id, None)
     stream.attempt.stay_deadline = None
 
@@ -287,7 +287,7 @@ def _leave(state: State, stream: Stream) -> None:
     if stream.stage is Stage.QUEUED:
         state.slots.leave(stream.id)
     attempt = stream.attempt
-    if not attempt.resumed:  # Otherwise the first token has settled the bookings.
+    if not attempt.resumed:  # After the first token no booking is left.
         settle_bookings(state, stream)
     state.timers.alarms_s.pop(stream.id, None)
     runs_on, decode = attempt.runs_on, attempt.decodes_on

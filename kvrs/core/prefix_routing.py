@@ -35,7 +35,7 @@ from kvrs.protocol.instance import STORE
 # all.
 _FEW = 32
 
-_MOST_AGENTS = 4  # Most agents weighed for a prompt.
+_MOST_AGENTS = 4  # Most agents weighed for a prompt: it bounds the time of a decision.
 # Multiple of the predicted time for which an agent is awaited, and the least time.
 _PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.1
 

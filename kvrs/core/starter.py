@@ -43,7 +43,7 @@ def gather(state: State, victims: Iterable[Stream], now_s: float) -> None:
     gathered too: a dead process's sockets close one by one, and its watch is not always first.
     """
     gather_s = state.settings.policy.recovery.gather_s
-    if gather_s <= SLACK_S:  # No alarm can be set this near.
+    if gather_s <= SLACK_S:  # An alarm this near would be due at once.
         place_all(state, victims, now_s)
         return
     for stream in victims:

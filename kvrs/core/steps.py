@@ -31,7 +31,7 @@ _Method = Callable[[State, Any, Any, float], None]
 
 
 def apply(state: State, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
-    """Take the step that the table names."""
+    """Take the step that the lifecycle table names for the event in the stream's stage."""
     stream = state.streams.get(stream_id)
     method = METHODS[type(event)][None if stream is None else stream.stage]
     if method is not None:
@@ -248,7 +248,7 @@ def _end(state: State, stream: Stream, event: ev.StreamEnded, now_s: float) -> N
 
 
 def _halt(state: State, stream: Stream) -> None:
-    """End a running attempt; a move is not a failure."""
+    """End a running attempt because its stream moves, which is no failure."""
     state.actions.append(act.Halt(stream.id, stream.attempt.number))
 
 

@@ -82,7 +82,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class WatchNote(Enum):
-    """Kind of message to people."""
+    """Kind of a message to operators."""
 
     REFUSED = auto()
     UNREACHED = auto()
@@ -113,7 +113,7 @@ class WatchLimits(msgspec.Struct, frozen=True):
     """Limits on a watched process's time without a report."""
 
     usual_s: float
-    overdue_s: float  # Limit if gossip reports the process dead.
+    overdue_s: float  # Limit if gossip reports the process dead: its reports are overdue.
     # Limit while heartbeats arrive although the event loop stalls, and if nothing else could take
     # the process's streams.
     longest_s: float
@@ -128,11 +128,11 @@ class WatchLimits(msgspec.Struct, frozen=True):
     def silence_s(
         self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0, alone_for_s: float = 0.0
     ) -> float:
-        """Time limit of silence. A gossiped death only shortens the limit: it ends no watch by
-        itself. A process whose heartbeats continued for `beats_for_s` after its last report has
-        until they are overdue, too. A process whose streams no other could take until `alone_for_s`
-        after its last report has its time from then on, whatever is gossiped: agents report silence
-        as a death.
+        """Return the longest silence allowed. A gossiped death only shortens it: gossip ends no
+        watch by itself. A process whose heartbeats continued for `beats_for_s` after its last
+        report has until heartbeats are overdue, too. If no other process could take its streams
+        until `alone_for_s` after its last report, the time counts from then on, whatever is
+        gossiped: agents report silence as a death.
         """
         silence_s = self.overdue_s if is_gossiped_dead else self.usual_s
         if beats_for_s <= 0.0 and alone_for_s <= 0.0:
@@ -168,7 +168,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
     def answered(
         self, session: int, step: WatchStep, info: Info, now_s: float
     ) -> WatchStep | End | None:
-        """Take the process's answer to a step. None: only listen."""
+        """Take the process's answer to a step; return what to do next (None: only listen)."""
         if session != self.session:
             return None
         if step is WatchStep.SHAPE:
@@ -239,7 +239,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
         return pause_s
 
     def _take(self, info: Info, report: Report, now_s: float) -> WatchStep | End | None:
-        """Take a report of the identified process."""
+        """Take a report of the identified process; return what to do next (None: only listen)."""
         known = self.known
         if self._must_drain(info, report):
             return None
@@ -265,7 +265,7 @@ class Watch(ABC, Generic[Known, Info, Report]):
 
     @abstractmethod
     def _fault(self, info: Info) -> str | None:
-        """Reason why the process must not be used."""
+        """Return why the process must not be used; None: it may be used."""
 
     @abstractmethod
     def _up(self, info: Info, now_s: float) -> None: ...

@@ -32,7 +32,7 @@ RENEW_TICK_S = 0.1
 class SlotOutcome(StrEnum):
     GRANTED = "granted"
     DENIED = "denied"
-    LOCAL = "local"  # Granted without an agent.
+    LOCAL = "local"  # The proxy granted the slot from its own share, without an agent.
     LOST = "lost"  # The agent gave the slot to another proxy, and ends the transfer.
 
 

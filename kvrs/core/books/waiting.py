@@ -26,7 +26,7 @@ from kvrs.sums import sum_in_order
 # again and again.
 SLACK_S = 0.005
 SHORTEST_WAIT_S = 0.05  # Least wait for a slot whose transfer is overdue by its prediction.
-RETRY_SHARE = 0.2  # Tokens that each new stream adds to the bucket.
+RETRY_SHARE = 0.2  # Tokens (a share of one) that each new stream adds to the bucket.
 RETRY_REFILL_S = 10.0  # Time in which an empty bucket fills up without new streams.
 LEAST_RETRY_TOKENS = 100.0
 # The share of the bucket that only streams which have begun may use.
@@ -197,7 +197,8 @@ class SlotBook:
         if len(book.held) > 1:
             book.is_counted = False
         elif not book.is_counted:
-            book.count()  # The duration of the last transfer predicts later ones.
+            # The book keeps the duration of the last transfer, which predicts later ones.
+            book.count()
         del book.held[stream]
         if held.asked is not None:
             self.released(*held.asked)

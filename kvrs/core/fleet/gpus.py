@@ -27,7 +27,7 @@ class RankDue(msgspec.Struct, frozen=True):
 class _Asked:
     rank: int
     info: InstanceInfo  # The instance's information at the time of the request.
-    has_agreed: bool | None = None  # None: no answer yet.
+    has_agreed: bool | None = None  # Answer to the request; None: no answer yet.
 
 
 class Gpus:

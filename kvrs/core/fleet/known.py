@@ -39,7 +39,8 @@ class Replays(Enum):
     """Instances that can generate a cut stream's output again (`core/options/replay.py`)."""
 
     NOWHERE = "nowhere"
-    SOMEWHERE = "somewhere"  # Some decode instances can, or only a part of the output fits.
+    # Only some decode instances can replay, or only a part of the output fits.
+    SOMEWHERE = "somewhere"
     ALWAYS = "always"
 
 
@@ -52,7 +53,7 @@ class Instances:
         self.served_name = config.cluster.served_name
         # Decode instances compute all prompts, so no prefill instance is missing.
         self.decodes_only = config.cluster.roles == {Role.DECODE}
-        # An unknown name is an error at the start.
+        # The prefill table that the settings name; an unknown name is an error at the start.
         self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
         # Identity of the first instance. All others must serve the same model: a stream continues
@@ -65,7 +66,8 @@ class Instances:
         self.plain: InstanceId | None = None
         # Cached result of `replays()`; None: instances have changed.
         self._replays: Replays | None = None
-        self._served_names: Mapping[str, ServedName] | None = None  # None: they have changed.
+        # Cached result of `served_names`; None: the names have changed.
+        self._served_names: Mapping[str, ServedName] | None = None
 
     def add(
         self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None

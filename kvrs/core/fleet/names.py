@@ -15,8 +15,8 @@ class ServedName(msgspec.Struct, frozen=True):
     # Key that an instance must have among its `name_keys` to get streams of this name; empty: every
     # instance serves the name.
     key: str = ""
-    parent: str | None = None  # Base model of an adapter.
-    root: str | None = None  # Path of an adapter's weights.
+    parent: str | None = None  # Base model of an adapter; None: no adapter.
+    root: str | None = None  # Path of an adapter's weights; None: no adapter.
 
     @property
     def adapter(self) -> str:

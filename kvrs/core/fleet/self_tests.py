@@ -49,7 +49,7 @@ class Tries:
     """
 
     failures: int = 0  # Consecutive failures.
-    put_offs: int = 0  # Consecutive tests that showed nothing.
+    put_offs: int = 0  # Consecutive tests without a result.
     # Consecutive deaths of the instance in its tests, former processes included.
     losses: int = 0
     at_s: float = 0.0  # Earliest time of the next test.

@@ -80,7 +80,7 @@ class Delivered:
     """Signs of an instance's progress: tokens delivered here, and reports with changed progress."""
 
     last_s: float = -inf
-    tokens: int = 0  # Counted tokens of this process's streams.
+    tokens: int = 0  # Tokens that the instance has sent to this process's streams.
     report: tuple[float, int] | None = None  # Progress in the last report; None: no report.
     # Time when a stream was last given up for silence between two tokens.
     stood_still_s: float = -inf

@@ -33,7 +33,7 @@ class Likeness(StrEnum):
 
     ALIKE = "alike"
     NEAR = "near"  # Two tokens of similar likelihood change places: rounding differs.
-    OTHER = "other"  # Different weights, or a fault.
+    OTHER = "other"  # The outputs differ by other weights, or by a fault.
 
 
 class Generated(msgspec.Struct, frozen=True):

@@ -128,8 +128,8 @@ class Settled(_Action, frozen=True, gc=False):
     stream: StreamId
     attempt: int
     option: Option
-    raw_s: float  # The prediction by the tables.
-    predicted_s: float  # The corrected prediction.
+    raw_s: float  # The prediction by the tables, before the learned correction.
+    predicted_s: float  # The prediction with the learned correction.
     real_s: float
     # Real cost minus the best prediction of the other options; below 0: the choice was good.
     regret_s: float

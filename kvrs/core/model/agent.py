@@ -25,20 +25,21 @@ class Agent:
     epoch: int = 0
     capacity_bytes: int = 0
     host_to_device_bytes_per_s: float = 0.0
-    reported_bytes: int = 0  # Reserved bytes of all proxies.
+    reported_bytes: int = 0  # Bytes reserved by all proxies, by the last report.
     reported_checkpoints: int = 0
     booked_bytes: int = 0  # Bytes booked for streams of this proxy when the agent is chosen.
-    booked_of: Counter[NodeId] = field(default_factory=Counter)  # Booked bytes by decoding node.
+    # Booked bytes by the node that decodes the streams.
+    booked_of: Counter[NodeId] = field(default_factory=Counter)
     streams: set[StreamId] = field(default_factory=set)  # Streams with a checkpoint or a booking.
     rows: RowsReport = NO_ROWS
     # `health`, `reason`, `info`, `report` and `beat_s` are written by the agent's watch.
     health: Health = Health.STARTING
     reason: str | None = None
     info: AgentInfo | None = None
-    report: AgentReport | None = None  # The last report; None: not up.
+    report: AgentReport | None = None  # The last report; None: the agent is not up.
     beat_s: float = -inf  # Time of the last heartbeat.
     cache_bit: int = 0  # The agent's bit in the index of stored prefixes (`prefixes.py`).
-    bytes_per_token: int = 0  # KV bytes per token in its checkpoints; 0: not known.
+    bytes_per_token: int = 0  # KV bytes per token in the agent's checkpoints; 0: not known.
     caches: bool = True
     # Failed loads of new prompts in a row, and the end of the pause after them.
     failed_loads: int = 0

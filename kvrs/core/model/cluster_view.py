@@ -141,7 +141,8 @@ class ClusterView:
     def __init__(self, assumed_link_bytes_per_s: float) -> None:
         self.members: dict[InstanceId, Member] = {}
         self.agents: dict[InstanceId, Agent] = {}
-        self.store = Agent(InstanceId(STORE), STORE)  # The shared KV stores of all engines.
+        # All shared KV stores of engines, as one agent without a process.
+        self.store = Agent(InstanceId(STORE), STORE)
         # Links by (source, target) node, created by `link`.
         self.links: dict[tuple[NodeId, NodeId], Link] = {}
         self.assumed_link = Link(assumed_link_bytes_per_s)

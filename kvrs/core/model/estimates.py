@@ -16,7 +16,7 @@ class Option(StrEnum):
     SUBSTITUTE = "substitute"  # In place, with the lost stage computed by another instance's host.
     MIGRATE = "migrate"  # KV comes from an instance that retains or caches it.
     RESTORE = "restore"  # KV comes from an agent: a checkpoint in host memory, or an engine's rows.
-    REUSE = "reuse"  # The target has the KV.
+    REUSE = "reuse"  # The target itself has KV of the front of the history.
     SPLIT = "split"  # The target computes the front while it fetches the rest.
     RECOMPUTE = "recompute"
     REPLAY = "replay"  # The request begins again, and its known output is generated once more.
@@ -47,7 +47,7 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     queue_s: float = 0.0
     transfer_s: float = 0.0
     compute_s: float = 0.0
-    extrapolated: bool = False  # A table was used outside its measured range.
+    extrapolated: bool = False  # True: a table was used outside its measured range.
     # The prediction by the tables: the sum of the parts above, for a split less than the sum.
     raw_s: float = 0.0
     # Time for which other victims at the target wait because of this one: the target's part of

@@ -40,7 +40,8 @@ class InstanceUp(_Event, frozen=True):
     had_not_ended: bool = False  # The process ran on while it was considered lost.
     restores: bool | None = None  # The new `Member.restores`; None: same as `moves_kv`.
     weights: str = ""  # The new `Member.weights`.
-    store: StoreSeen | None = None  # None: the engine has used no store yet.
+    # The store that the engine loads from; None: it has used none yet.
+    store: StoreSeen | None = None
 
 
 class PagesKept(_Event, frozen=True):
@@ -132,7 +133,8 @@ class SelfTested(_Event, frozen=True):
     tokens: str = ""  # The new `Member.tokens`.
     restores: bool | None = None  # The new `Member.restores`; None: same as `moves_kv`.
     weights: str = ""  # The new `Member.weights`.
-    store: StoreSeen | None = None  # None: the engine has used no store yet.
+    # The store that the engine loads from; None: it has used none yet.
+    store: StoreSeen | None = None
 
 
 class NamesListed(_Event, frozen=True):
@@ -219,7 +221,7 @@ class StreamArrived(_Event, frozen=True, gc=False):
     # Limit of prompt and output together; None: the model's limit.
     most_tokens: int | None = None
     deadlines: Deadlines = NO_DEADLINES
-    tenant: str = ""  # The tenant's key: deadlines order the streams of one tenant.
+    tenant: str = ""  # Key of the tenant, among whose streams deadlines decide the order.
     name: str = ""  # The requested model, one of `Member.names`; empty: every instance serves it.
 
 

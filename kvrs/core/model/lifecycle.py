@@ -62,7 +62,7 @@ StreamEvent = ev.OfStream | InstanceLeft | AlarmDue | SlotFree
 
 
 class Step(Enum):
-    """The effect of an event: a method of `kvrs.core.steps.Steps`."""
+    """The effect of an event on a stream; `kvrs.core.steps.STEPS` has the function of each."""
 
     ADMIT = "admit"
     ADOPT = "adopt"
@@ -85,16 +85,16 @@ class Ignored(Enum):
 
     # The attempt is over: a later attempt exists, no attempt runs, or the stream has ended.
     LATE = "late"
-    REPEATED = "repeated"  # The stream is already known.
-    EARLY = "early"  # The attempt's prefill is not done.
+    REPEATED = "repeated"  # The stream has arrived before.
+    EARLY = "early"  # The event cannot come before the attempt's prefill is done.
 
 
-# The policy does not raise this event in this stage; asserted.
+# The policy never raises this event in this stage, which is asserted.
 _NEVER = None
 Cell = Step | Ignored | None
 
 _LATE, _REPEATED, _EARLY = Ignored.LATE, Ignored.REPEATED, Ignored.EARLY
-_STAGES: tuple[Stage | None, ...] = (None, *Stage)  # None: the stream is not known.
+_STAGES: tuple[Stage | None, ...] = (None, *Stage)  # All stages; None: the stream is not known.
 
 # fmt: off
 _ROWS: dict[type[StreamEvent], tuple[Cell, ...]] = {

@@ -108,9 +108,9 @@ def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) ->
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """The checkpoint of a stream at one agent."""
+    """The state of a stream's checkpoint at one agent."""
 
-    pages: int = 0  # Number of leading full pages.
+    pages: int = 0  # Number of leading full pages that the agent has reported.
     # Reason why the agent has no pages; None: it has some, or may get them.
     lost: str | None = None
 
@@ -125,7 +125,7 @@ class LiveStream(Stream):
     prefilled_at: dict[InstanceId, None] = field(default_factory=dict)
     # Checkpoints by agent; a new one has no page yet.
     copies: dict[InstanceId, Copy] = field(default_factory=dict)
-    guessed_tokens: int = 0  # Prompt tokens guessed by size, until the text is tokenised.
+    guessed_tokens: int = 0  # Prompt tokens guessed by size; 0: tokenised, or no guess.
 
     @property
     def stays_until_s(self) -> float | None:

@@ -87,16 +87,17 @@ class AnswerHealth:
     new request at a time is a probe.
     """
 
-    consecutive: int = 0  # Number of failures since the last answer.
+    consecutive: int = 0  # Number of failures since the instance's last answer.
     refuses_wrongly: bool = False  # Another instance has accepted a request that this one refused.
     abrupt_s: float = -inf  # Time of the last failure without an error message.
     is_ejected: bool = False
     ejections: int = 0
     quick_deaths: int = 0  # Previous quick deaths in a row (`core/instances.py`).
     readmitted_s: float = -inf
-    cause: str = ""  # Cause of the last closing.
+    cause: str = ""  # Reason why the instance was last closed to new requests.
     closed_s: float = -inf
-    until_s: float | None = None  # End of the pause; None: open.
+    # End of the pause of a closed instance; None: the instance is open.
+    until_s: float | None = None
     pauses: int = 0  # Number of pauses since the last answer.
     probe: StreamId | None = None
     # End of the pause after a busy answer; None: no busy answer since the last other answer.
@@ -202,19 +203,20 @@ class Member:
     id: InstanceId
     node: NodeId
     role: Role
-    group: str | None = None  # Instances of a group lend each other the hosts of stages.
+    # Name of the group whose instances lend each other hosts of stages; None: no group.
+    group: str | None = None
     health: Health = Health.STARTING
     reason: str | None = None
     # The reported info; `own_prefill` is None if the prefill instance is not configured.
     info: InstanceInfo = UNKNOWN
-    load: LoadReport | None = None  # The last load report; None: not up.
+    load: LoadReport | None = None  # The last load report; None: the instance is not up.
     reported_s: float = 0.0  # Time of `load`.
     beat_s: float = -inf  # Time of the last heartbeat, sent also while the event loop stalls.
     # The last epoch in each of the instance's last starts, by number of the start.
     epochs: dict[int, int] = field(default_factory=dict)
     # Transfers of KV to and from the instance work. False until a self-test has passed, if any.
     moves_kv: bool = True
-    restores: bool = True  # Transfers of KV from agents work.
+    restores: bool = True  # True: transfers of KV from agents to the instance work.
     # Digests of self-tests, as `GREEDY:SEEDED`: instances with equal parts continue each other's
     # output exactly. Empty: not known; `-`: no output is continued exactly.
     tokens: str = ""
@@ -223,17 +225,19 @@ class Member:
     # Most decode instances have other weights, so this one gets no new request.
     is_minority: bool = False
     up_s: float = 0.0  # Time of coming up; later for a process after repeated quick deaths.
-    told: LoadReport | None = None  # The last report that changed a decision.
+    told: LoadReport | None = None  # The last report passed to the policy; None: none.
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of unanswered requests of this proxy.
     queue_s: float = 0.0  # The larger of `reported_queue_s` and `work_s`.
     bookings: int = 0
     streams: int = 0  # Streams of all proxies that decode there, or will after their prefill.
     others_reported: int = 0  # Streams of other proxies, by the last report.
-    # Streams whose current stage, or only call, runs there.
+    # Streams whose current stage, or only call, runs at the instance.
     running: set[StreamId] = field(default_factory=set)
-    held: set[StreamId] = field(default_factory=set)  # Streams with retained or cached pages there.
-    gpu_degraded: bool = False  # The state of its GPU is a reason to drain, by the settings.
+    # Streams with retained or cached pages at the instance.
+    held: set[StreamId] = field(default_factory=set)
+    # True: the state of the instance's GPU is a reason to drain, by the settings.
+    gpu_degraded: bool = False
     draining: bool = False  # The process has reported that it drains.
     drain_ordered: bool = False  # An operator has ordered a drain.
     # The re-forming under way, in which the ranks compute nothing; None: none.
@@ -253,7 +257,8 @@ class Member:
     splits: bool = False
     checkpoints: bool = False
     replays: bool = False
-    resumes_exactly: bool = False  # Continues text, stop strings, usage and sampling by itself.
+    # The engine continues text, stop strings, usage and sampling by itself.
+    resumes_exactly: bool = False
     computes_prompts: bool = False  # A decode instance that can also prefill new streams.
     names: tuple[str, ...] = ()  # Served models, aliases and adapters.
     # Namespace of the rows of its CPU tier, which its node's agent serves (`has_tier`), or of the
@@ -266,19 +271,19 @@ class Member:
     page_bytes: int = 0
     page_size_tokens: int = 0
     bytes_per_token: int = 0
-    full_prefill: PrefillTable = field(init=False)  # The table with all ranks.
-    prefill: PrefillTable = field(init=False)  # The table with the present ranks.
+    full_prefill: PrefillTable = field(init=False)  # The prefill table with all ranks.
+    prefill: PrefillTable = field(init=False)  # The prefill table with the present ranks.
     # The prefill table before it is scaled, if guessed; None: it is measured.
     guess: PrefillTable | None = None
     # Sort key of decode instances: streams, then id.
     rank: tuple[int, InstanceId] = field(init=False)
     # Decode instances on its node that are not drained and can take its hand-offs.
     own_decoders: list["Member"] = field(default_factory=list)
-    is_ranked: bool = False  # Listed in `ClusterView.decoders`.
+    is_ranked: bool = False  # True: `ClusterView.decoders` lists the instance.
     # Sort key of prefill instances when last sorted: predicted work, streams of the least loaded of
     # `own_decoders`, id.
     place: tuple[float, int, InstanceId] = field(init=False)
-    is_placed: bool = False  # Listed in `PrefillOrder`.
+    is_placed: bool = False  # True: `PrefillOrder` lists the instance.
     cache_bit: int = 0  # Bit in the index of prefixes (`prefixes.py`); 0: none.
     reported_prompts: int = 0  # Prompts that a prefill instance runs or queues, by its report.
 
@@ -392,7 +397,7 @@ class Member:
         return is_same and not _can_fence(info)
 
     def lose(self, cause: str) -> None:
-        """Mark the instance as down."""
+        """Mark the instance as down by this cause."""
         self.health, self.reason, self.load = Health.DOWN, cause, None
 
     @property

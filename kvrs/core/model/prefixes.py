@@ -91,10 +91,10 @@ class _Cache:
     touched: set[int] = field(default_factory=set)
     capacity_tokens: int = 0  # The largest room reported; 0: none was reported.
     trusted: float = _TRUSTED
-    block_tokens: float = 0.0  # Moving average of the tokens per block.
+    block_tokens: float = 0.0  # Moving average of the holder's tokens per block.
 
     def blocks(self) -> float:
-        """Return the number of blocks that fit."""
+        """Return the number of blocks that fit into the holder's presumed room."""
         return self.trusted * self.capacity_tokens / self.block_tokens
 
 
@@ -135,13 +135,15 @@ class PrefixIndex(Generic[H]):
         """`room_tokens` returns the number of tokens whose KV a holder has room for; 0: unknown."""
         self._room_tokens = room_tokens
         self.caching: set[InstanceId] = set()  # Instances that are up and have a prefix cache.
-        self.hits: dict[InstanceId, Hits] = {}  # Instances that report cached tokens.
+        # Counts of each instance that reports cached tokens.
+        self.hits: dict[InstanceId, Hits] = {}
         self._masks: dict[int, int] = {}  # Bit mask of the holders of each block.
         self._interned: dict[int, int] = {}  # Shared mask objects: most blocks have one of a few.
         self._live = 0  # Bit mask of the holders that are up; other bits do not count.
         self._caches: dict[InstanceId, _Cache] = {}
         self._members: list[H | None] = []  # Holder of each bit number.
-        self._asleep: OrderedDict[InstanceId, _Cache] = OrderedDict()  # Caches of lost instances.
+        # Caches of lost instances, whose next process may have their memory.
+        self._asleep: OrderedDict[InstanceId, _Cache] = OrderedDict()
         self._gone: list[_Cache] = []  # Caches whose entries `_sweep` deletes step by step.
         self._free: list[int] = []  # Unused bit numbers.
         self._stride = 1  # Every `_stride`-th block is indexed.

@@ -55,7 +55,7 @@ class StoredCheckpoint:
     # fetched.
     booked_bytes: int = 0
     pages: int = 0  # Leading full pages of the history, by the agent's last report.
-    booked_for: NodeId | None = None  # The node that decodes the stream.
+    booked_for: NodeId | None = None  # The node that decodes the stream for which room is reserved.
     # The namespace, if the pages are rows of an instance's CPU tier (`kv_locations.py`).
     rows: str = ""
 
@@ -70,10 +70,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     chosen: Estimate
     estimates: tuple[Estimate, ...]
-    plan: act.Plan | None  # None: give up, because no option meets the budget.
+    # Plan of the next attempt; None: give up, because no option meets the budget.
+    plan: act.Plan | None
     # Number of other victims per target; each estimate was charged for their wait.
     others: float = 0.0
-    refusal: act.StreamRefusal | None = None  # A new stream is refused because of the load.
+    # Refusal of a new stream because of the load; None: none.
+    refusal: act.StreamRefusal | None = None
 
 
 class StayDeadline(msgspec.Struct, frozen=True):
@@ -95,7 +97,7 @@ class Recalled(NamedTuple):
 class AttemptState(msgspec.Struct, eq=False):
     """The stream's latest attempt, and its bookings in the cluster view until the attempt ends."""
 
-    number: int = 0  # 0: no attempt yet.
+    number: int = 0  # Number of the attempt; 0: no attempt yet.
     plan: act.Plan | None = None
     option: Option = Option.START
     started_s: float = 0.0
@@ -105,7 +107,8 @@ class AttemptState(msgspec.Struct, eq=False):
     decodes_on: Member | None = None
     booked_on: Member | None = None
     booked_s: float = 0.0
-    stay_deadline: StayDeadline | None = None  # Set while the stream's instance re-forms.
+    # Set while the stream's instance re-forms; else None.
+    stay_deadline: StayDeadline | None = None
     links: list[tuple[Link, int]] = []  # The attempt's transfers: link and bytes.
 
 
@@ -147,7 +150,7 @@ class Death(msgspec.Struct, frozen=True, gc=False):
 class RecoveryState(msgspec.Struct, eq=False):
     """The recovery under way, from the first failure until a token reaches the client again."""
 
-    failed_at_s: float | None = None  # None: no recovery is under way.
+    failed_at_s: float | None = None  # Time of the first failure; None: no recovery is under way.
     cause: str = ""
     failed: InstanceId | None = None
     # The instance of the last failed attempt, until the next decision; it may be lost.
@@ -157,7 +160,7 @@ class RecoveryState(msgspec.Struct, eq=False):
     failures: int = 0
     # Lost or failed attempts, without moved ones, denied slots and busy answers.
     attempts: int = 0
-    overflowed: tuple[RefusedBy, ...] = ()  # Failures by logits that were not numbers.
+    overflowed: tuple[RefusedBy, ...] = ()  # Failures because the stream's logits were not numbers.
     owes_token: bool = False  # The next attempt must take a token of the retry budget.
     token_at_s: float = -inf  # Time from which the retry token may be used.
     busy_since_s: float | None = None  # Time of the first busy answer; None: none.
@@ -166,7 +169,7 @@ class RecoveryState(msgspec.Struct, eq=False):
     slow_attempts: int = 0
     retry_at_s: float = 0.0  # Earliest time to retry an instance that failed the stream.
     removed: frozenset[Option] = frozenset()
-    slot_expired: bool = False  # The previous attempt's fetch may still run.
+    slot_expired: bool = False  # The previous attempt's slot expired, and its fetch may still run.
     deaths: tuple[Death, ...] = ()
     # Connections that broke before any data; the processes may have died.
     broken: tuple[Death, ...] = ()
@@ -280,7 +283,7 @@ class Stream:
     """The policy's record of a stream."""
 
     id: StreamId
-    order: int = 0  # Order of arrival.
+    order: int = 0  # Number of the stream in order of arrival.
     prompt_tokens: int = 1
     waiting_since_s: float = 0.0
     most_tokens: int | None = None
@@ -295,7 +298,7 @@ class Stream:
     cached: dict[InstanceId, int] = field(default_factory=dict)
     load: act.PromptLoad | None = None
     recalled: Recalled | None = None  # `cached` and `load` from an event log that is run again.
-    produced_tokens: int = 0  # Number of tokens at the last failure.
+    produced_tokens: int = 0  # Number of output tokens that the client had at the last failure.
     # Time of the first token of the last attempt that produced tokens, and the number of tokens
     # before it.
     flows_since_s: float = 0.0

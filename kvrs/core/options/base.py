@@ -75,9 +75,11 @@ class RecoveryOption(msgspec.Struct, frozen=True):
     """One way to recover a stream."""
 
     option: Option
-    estimate: Callable[[Case, list[Estimate]], None]  # Appends zero or more estimates.
+    # Appends the estimates of the option in this case, zero or more.
+    estimate: Callable[[Case, list[Estimate]], None]
     plan: Callable[[State, Stream, Estimate], act.Plan]  # Makes the plan of a fresh estimate.
-    terms: Callable[[Case, Estimate], Iterable[Term]]  # Their sum is `raw_s`.
+    # Yields the summands of an estimate's `raw_s`.
+    terms: Callable[[Case, Estimate], Iterable[Term]]
     # A plan whose estimate names a source fetches pages, and so takes a transfer slot.
     fetches: bool = True
     # The condition for estimating the option; None: always.

@@ -55,7 +55,9 @@ class Rule:
         return estimates
 
     def choose(self, estimates: Sequence[Estimate], fastest: Estimate) -> Estimate:
-        """Return the estimate to carry out; `estimates` is not empty."""
+        """Return the estimate to carry out: `fastest`, unless a policy prefers another of
+        `estimates`.
+        """
         return fastest
 
     def choose_sparing(
