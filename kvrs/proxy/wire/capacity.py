@@ -11,7 +11,7 @@ from kvrs.process.descriptors import descriptors_left
 
 log = logging.getLogger(__name__)
 
-# Connections per instance or agent: watches of reports and heartbeats, and a call.
+# Descriptors reserved per instance or agent: two watches (reports, heartbeats) and a call.
 _PER_PROCESS = 3
 _PER_PEER = 8
 _GOSSIP = 18
@@ -19,15 +19,16 @@ _MORE_CLIENTS = 64
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """Bounds that leave descriptors for the proxy's own requests."""
+    """Limits on streams and connections that leave descriptors for the proxy's own requests."""
 
-    settings: ProxySettings  # The settings with at most as many streams as fit.
+    # The proxy's settings, with `max_streams` lowered to what the descriptors allow.
+    settings: ProxySettings
     clients: ConnectionLimits
     others: ConnectionLimits  # Limits of the admin port, and of the port for other proxies.
 
 
 def capacity_of(config: Config) -> Capacity:
-    """Compute the bounds of a proxy.
+    """Compute a proxy's limits from the number of file descriptors that it may open.
 
     Half of the descriptors are for clients. A quarter is for streams, each with one request to an
     instance at a time; the rest is for connections kept for later requests.
@@ -39,9 +40,11 @@ def capacity_of(config: Config) -> Capacity:
         log.warning(
             "the limit of descriptors lowers proxy.max_streams", extra={"max_streams": streams}
         )
-    # More clients than streams: the excess is refused by name.
+    # More clients than streams may connect: the excess gets an error response, not a refused
+    # connection.
     clients = min(2 * settings.max_streams + _MORE_CLIENTS, left // 2)
-    # One address leaves some connections to others; a gateway may be the only address.
+    # At the clients' port one address may have 3/4 of the connections, which leaves some to other
+    # addresses; at the other ports it may have all, because a gateway may be the only address.
     return Capacity(
         settings.model_copy(update={"max_streams": streams}),
         ConnectionLimits(clients, max(1, clients * 3 // 4)),
@@ -50,7 +53,7 @@ def capacity_of(config: Config) -> Capacity:
 
 
 def _own_descriptors(config: Config) -> int:
-    """Descriptors of connections that exist without clients."""
+    """Number of descriptors for connections that exist without clients."""
     processes = sum(1 for _ in config.cluster.instances())
     if config.agents_run:
         processes += len(config.cluster.nodes)

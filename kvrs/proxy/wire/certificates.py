@@ -18,7 +18,7 @@ class TlsOfPorts(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, config: Config) -> "TlsOfPorts":
-        """Load all files. Raises ConfigError: a file cannot be used."""
+        """Load the certificates of all ports. Raises ConfigError: a file cannot be used."""
         return cls(
             load_certificates("proxy.tls", config.proxy.tls),
             load_certificates("proxy.admin_tls", config.proxy.admin_tls),

@@ -1,4 +1,4 @@
-"""Ends of a call to another process that are no answer; each is an `UpstreamError`."""
+"""Errors of a call to another process that got no usable answer; each is an `UpstreamError`."""
 
 import os
 import socket
@@ -15,7 +15,9 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class ConnectionLostError(UpstreamError):
     """The connection was lost or refused; the process may be dead."""
 
-    has_waited = False  # The call has waited for news of the whole process's death.
+    # The call failed only after a wait, in which the other calls that the same death ends were lost
+    # too.
+    has_waited = False
 
 
 class NotConnectedError(ConnectionLostError):
@@ -68,8 +70,8 @@ def unproven(cause: str) -> UnusableError:
 
 
 def unreached(error: OSError) -> UpstreamError:
-    """The error of a connection that was not made, without the address: clients read why their
-    streams ended.
+    """Return the error of a connection that was not made. Its message lacks the address, because
+    clients read why their streams ended.
     """
     if isinstance(error, TimeoutError) and error.errno is None:
         return ConnectionLostError("connection lost: no connection in time")
@@ -88,5 +90,5 @@ def unreached(error: OSError) -> UpstreamError:
 
 
 def _reason_of(error: ssl.SSLError) -> str:
-    """Reason of an error, without OpenSSL's file names and line numbers."""
+    """Return the reason of a TLS error, without OpenSSL's file names and line numbers."""
     return str(getattr(error, "verify_message", None) or error.reason or error)

@@ -26,24 +26,24 @@ from kvrs.proxy.wire.sse import (
 
 _HEAD = ("id", "object", "created", "model")
 _NEEDED = frozenset(("id", "created", "model"))
-# Further fields that are equal in all events, and may stand in the head.
+# Fields that are equal in all events of a stream, and may stand in the head.
 _OF_THE_STREAM = frozenset((*_HEAD, "system_fingerprint", "service_tier"))
 _LISTS = ("prompt_token_ids", "token_ids")
-_IDS_END = b'token_ids"'  # End of the keys of both lists.
+_IDS_END = b'token_ids"'  # Bytes at the end of both keys, `token_ids` and `prompt_token_ids`.
 _KEYS = (b',"token_ids"', b',"prompt_token_ids"')
 _BLANKS = tuple(before + blank for before in (b"", b":") for blank in (b" ", b"\t", b"\n", b"\r"))
 
 
 class EventForm:
-    """The form of one response's events."""
+    """Converts the events of one response to the usual form, with the first event's head."""
 
     __slots__ = ("_head",)
 
     def __init__(self) -> None:
-        self._head = b""  # Head of the first event, for all events; empty: no event yet.
+        self._head = b""  # Head of the first event, shared by all events; empty: no event yet.
 
     def usual(self, data: bytes) -> bytes:
-        """The event in the usual form; data without choices stays unchanged."""
+        """Return the event in the usual form; data without choices stays unchanged."""
         if not self._head:
             self._head = _usual_head(data)
         at = len(self._head)
@@ -51,7 +51,9 @@ class EventForm:
         return data if has_head and _has_usual_ids(data) else self.rewritten(data)
 
     def rewritten(self, data: bytes) -> bytes:
-        """The event, decoded and encoded again; data without choices stays unchanged."""
+        """Decode the event and encode it again in the usual form; data without choices stays
+        unchanged.
+        """
         try:
             event = msgspec.json.decode(data)
         except UNREADABLE:
@@ -121,7 +123,7 @@ def check_events(payloads: Sequence[bytes]) -> None:
 
 
 def _usual_head(data: bytes) -> bytes:
-    """The head of an event in the usual form; empty: another form."""
+    """Return the head of an event in the usual form; empty: the event has another form."""
     at = data.find(CHOICES) if data.startswith(b'{"id":') else -1
     try:
         head = msgspec.json.decode(data[:at] + b"}") if at > 0 else None
@@ -132,8 +134,9 @@ def _usual_head(data: bytes) -> bytes:
 
 
 def _has_usual_ids(data: bytes) -> bool:
-    """Every key of a list of ids, if any, has the form that is searched for. A text may contain the
-    same letters, and so may a token in log probabilities, whose value is a number.
+    """Return whether every key of a list of ids has the form that the relay searches for (True:
+    also without such a key). A text may contain the same letters, and so may a token in log
+    probabilities, whose value is a number.
     """
     end = 0
     while (at := data.find(_IDS_END, end)) >= 0:
@@ -145,7 +148,7 @@ def _has_usual_ids(data: bytes) -> bool:
 
 
 def _ordered(choice: Any) -> Any:
-    """The choice with its index first and its lists of ids last."""
+    """Return the choice with its index first and its lists of ids last."""
     if not isinstance(choice, dict):
         return choice
     first = {"index": choice.pop("index")} if "index" in choice else {}

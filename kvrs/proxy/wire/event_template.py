@@ -15,29 +15,30 @@ from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.message_parts import all_parts
 from kvrs.proxy.wire.sse import CHOICES, PROMPT_TOKEN_IDS, TOKEN_IDS, UNFINISHED
 
-# The first string of an event is its text, or one of its two texts; a trial shows which.
+# Matches the first string field that may be a text of the message. Reasoning may stand under two
+# names, of which `_tried` shows whether one or both count.
 _STRING = re.compile(
     rb'[{,]"(?:text|content|reasoning|reasoning_content|arguments)":"((?:[^"\\]|\\.)*)"'
 )
 _TEXT = msgspec.json.Decoder(str)
 _ZERO = ord("0")
-# Text that is put into a template to see its meaning there.
+# Text that is put into a template to find the part of the message that it adds to.
 _TRIED_TEXT = b"of 17 characters."
 _TRIED_ID = b"12345"
 
 
 @lru_cache(maxsize=128)
 def shared(piece: bytes) -> bytes:
-    """Return one object for equal pieces of events, which most streams share."""
+    """Return one object for equal pieces of events: most streams have the same pieces."""
     return piece
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """Common part, behind the head, of the events of all streams of one kind."""
+    """Bytes behind the head that are equal in all token events of one kind, in every stream."""
 
     before: bytes  # Bytes up to the text's first character.
-    between: bytes  # Bytes from the text's last quote to the id; empty: no text.
-    after: bytes  # Bytes from the end of the list of ids.
+    between: bytes  # Bytes from the text's last quote to the id; empty: the event has no text.
+    after: bytes  # Bytes from the end of the list of ids to the event's end.
 
 
 class EventTemplate:
@@ -54,7 +55,7 @@ class EventTemplate:
         self.between = kind.between
         self.after = kind.after
         self.part = part
-        # Bytes from the text's end to the ids' key.
+        # Number of bytes from the text's end to the key of the ids.
         self.ids_bytes = len(kind.between) - len(TOKEN_IDS)
         self._text_at = len(self.before)
         self._between_bytes = len(kind.between)
@@ -98,12 +99,14 @@ class EventTemplate:
         return int(digits), text_end, len(text)
 
 
-_NOT_PLAIN = "not plain"  # Replaces the name of a part.
+_NOT_PLAIN = "not plain"  # Stands for the part's name if the event is not a plain token event.
 
 
 @lru_cache(maxsize=256)
 def _known(kind: _Kind) -> tuple[_Kind, str]:
-    """The shared object of a kind, and the part that its texts add to; empty: no text."""
+    """Return the shared object of a kind, and the part of the message that its texts add to; "": no
+    text; `_NOT_PLAIN`: not a plain token event.
+    """
     if _tried(kind, b"") != []:
         return kind, _NOT_PLAIN
     if not kind.between:

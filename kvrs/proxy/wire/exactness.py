@@ -27,15 +27,15 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 def tokens_at_risk(parsed: ParsedRequest, continues: Continues) -> tuple[str, ...]:
-    """Fields of a request that could change the tokens of a cut stream, if instances continue it as
-    `continues` says.
+    """Return the fields of a request that could change the tokens of a cut stream, if instances
+    continue the stream as `continues` says.
     """
     match continues:
         case Continues.SEEDED:
             return ()
         case Continues.GREEDY:
-            # The engine's random generator starts anew, seeded or not: its state lacks the position
-            # in the stream.
+            # The engine's random generator starts anew, with or without a seed: its position in the
+            # stream is lost.
             return ("temperature",) if parsed.request.temperature > 0 else ()
         case Continues.TEXT | Continues.NONE:
             return ("tokens", "temperature") if parsed.request.temperature > 0 else ("tokens",)
@@ -50,19 +50,21 @@ def inexact_features(
     continues: Continues = Continues.GREEDY,
     penalises_prompt: bool = True,
 ) -> tuple[str, ...]:
-    """Fields of the request that could make a stream cut at a plain engine differ from an uncut
-    one. `penalises_prompt`: its repetition_penalty also counts the prompt, and so the history.
+    """Return the fields of the request that could make a stream cut at a plain engine differ from
+    an uncut stream. `penalises_prompt`: the engine's repetition_penalty also counts the prompt, and
+    so the history, which is sent as a prompt.
     """
     request = parsed.request
     is_chat = isinstance(request, ChatRequest)
     found = {
-        # Penalties on the engine's own output restart at the seam.
+        # After a cut, a plain engine counts only its own output for these penalties, not the
+        # history.
         "repetition_penalty": request.repetition_penalty != 1 and not penalises_prompt,
         "presence_penalty": request.presence_penalty != 0,
         "frequency_penalty": request.frequency_penalty != 0,
         # A chat is continued as a completion, whose log probabilities have another form.
         "logprobs": is_chat and request.wanted_logprobs is not None,
-        # The engine's parser of tool calls loses its state.
+        # The engine's parser of tool calls loses its state at a cut.
         "tools": isinstance(request, ChatRequest) and request.may_call_tools,
         # Engines ignore stop strings within min_tokens; the proxy does not.
         "min_tokens": request.min_tokens > 0 and bool(request.stop_strings),
@@ -78,8 +80,9 @@ def inexact_features(
 def replayable(
     inexact: Sequence[str], parsed: ParsedRequest, *, has_generator: bool = True
 ) -> tuple[str, ...]:
-    """Inexact features that become exact at an engine that generates the output again from the
-    unchanged request. `has_generator`: each of its requests has a random generator of its own.
+    """Return the inexact features that become exact at an engine that generates the output again
+    from the unchanged request. `has_generator`: each request at the engine has a random generator
+    of its own.
 
     Sampling without a seed alone is not among them, because it is not worth a replay.
     """
@@ -91,7 +94,9 @@ def replayable(
 
 
 def is_plain_chat(parsed: ParsedRequest) -> bool:
-    """A chat whose answer is only text, determined by the ids of its messages."""
+    """Return whether the request is a chat whose answer is only text, determined by the ids of its
+    messages.
+    """
     request = parsed.request
     return (
         isinstance(request, ChatRequest)
@@ -102,13 +107,14 @@ def is_plain_chat(parsed: ParsedRequest) -> bool:
     )
 
 
-# Names in message parts that an engine fetches or decodes first; texts may contain them, too.
+# Names of fields for media in messages, which an engine fetches or decodes before prefill; texts
+# may contain the names, too.
 _MARKS_OF_MEDIA = (b'_url"', b'"input_', b'_embeds"', b'_pil"')
 
 
 def is_predictable(parsed: ParsedRequest) -> bool:
-    """The request's tokens determine the time of its prefill. False if a message may hold more than
-    text.
+    """Return whether the number of the prompt's tokens determines the time of prefill; False if a
+    message may hold more than text.
     """
     request = parsed.request
     if not isinstance(request, ChatRequest):
@@ -118,10 +124,11 @@ def is_predictable(parsed: ParsedRequest) -> bool:
 
 
 def _has_media(request: ChatRequest) -> bool:
-    """A message holds more than text."""
+    """Return whether a message holds more than text; True if the messages cannot be decoded."""
     try:
         messages = _MESSAGES.decode(request.messages)
-    except msgspec.DecodeError:  # A number out of range: the engine decides.
+    # A number is out of msgspec's range; the engine accepts or refuses the request.
+    except msgspec.DecodeError:
         return True
     contents = (message.content for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)

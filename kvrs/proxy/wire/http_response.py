@@ -23,7 +23,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
 _BEGUN_CHUNK = re.compile(rb"[0-9a-fA-F]{0,7}\r?")
 _LENGTH = re.compile(r"[0-9]{1,15}")
-# The parser's buffer is emptied after every read, so it never reaches its limit.
+# Limit of the parser's buffer. It is never reached: the buffer is emptied after every read.
 _UNLIMITED_BYTES = 1 << 30
 
 
@@ -47,20 +47,20 @@ class _Framing(Enum):
     HEAD = "head"
     CHUNKS = "chunks"
     LENGTH = "length"
-    PARSER = "parser"  # aiohttp's parser takes the body.
+    PARSER = "parser"  # aiohttp's parser reads the body.
 
 
 class _UsualHead(msgspec.Struct, frozen=True):
-    """A head with a body in plain chunks, or with a length."""
+    """The head of a response whose body comes in plain chunks, or with a length."""
 
     status: int
     headers: Mapping[str, str]
     framing: _Framing
-    size_bytes: int  # Size of the body; 0: in chunks.
+    size_bytes: int  # Size of the body by its Content-Length; 0: the body comes in chunks.
     keeps_open: bool
 
 
-# Known heads of answers by their bytes: an instance sends few different ones.
+# Parsed heads by their bytes; an instance sends few different heads.
 _KNOWN_HEADS: dict[bytes, _UsualHead] = {}
 _MOST_KNOWN = 256
 _MOST_KNOWN_BYTES = 512
@@ -73,7 +73,7 @@ def _know(head: bytes, usual: _UsualHead) -> None:
 
 
 def _usual_head(message: RawResponseMessage) -> _UsualHead | None:
-    """The usual head of a message; None: the parser takes the body."""
+    """Return the message as a usual head; None: aiohttp's parser must read the body."""
     length = message.headers.get("Content-Length")
     if message.code < 200 or message.code in (204, 304):
         return None
@@ -89,27 +89,30 @@ def _usual_head(message: RawResponseMessage) -> _UsualHead | None:
 
 @dataclass(slots=True, eq=False)
 class HttpResponse:
-    """A response. `status` is None until the head is complete; informational responses (1xx) are
-    skipped. Data before a `fault` counts, wherever the bytes were cut; nothing after it counts.
+    """An HTTP response, parsed as its bytes arrive. `status` is None until the head is complete;
+    informational responses (1xx) are skipped. Bytes of the body before a `fault` are valid,
+    wherever reads divide them; bytes after it are dropped.
     """
 
     loop: asyncio.AbstractEventLoop
     status: int | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)  # Headers of a refusal.
+    # Headers of a response with another status than 200; else empty.
+    headers: Mapping[str, str] = field(default_factory=dict)
     is_complete: bool = False
     fault: Fault | None = None
     keeps_open: bool = False  # The connection stays open after the response.
     _framing: _Framing = _Framing.HEAD
-    _left: int = 0  # Missing bytes of the body, or of the current chunk.
-    _is_closing: bool = False  # A chunk's bytes are complete, but not the end of its line.
-    _rest: bytes = b""  # Last bytes, if they may begin a mark.
+    _left: int = 0  # Number of bytes still missing of the body, or of the current chunk.
+    # All bytes of the current chunk have come, but not the end of its line.
+    _is_closing: bool = False
+    _rest: bytes = b""  # Last received bytes, if they may begin a chunk's head or line end.
     # None: not needed, because the head is known or the framing usual.
     _parser: HttpResponseParser | None = None
     _payload: StreamReader | None = None
 
     @property
     def is_between_chunks(self) -> bool:
-        """The next byte begins a chunk."""
+        """Return whether the next byte begins a chunk."""
         return (
             self._framing is _Framing.CHUNKS
             and not self._left
@@ -120,7 +123,7 @@ class HttpResponse:
     def feed(self, data: bytes) -> bytes:
         """Take received bytes; return the part that belongs to the body."""
         if self._framing is _Framing.CHUNKS:
-            # The usual read is one whole chunk.
+            # Fast path: the read is one whole chunk.
             is_begun = self._left or self._rest or self._is_closing
             if not is_begun and (match := _CHUNK.match(data)) is not None:
                 start = match.end()
@@ -156,8 +159,6 @@ class HttpResponse:
                 self.is_complete = self._payload.is_eof()
         if not self.is_complete:
             self.fault = BrokenBody()
-
-    # Reading of the head.
 
     def _feed_head(self, data: bytes) -> bytes:
         """Give the parser the head up to its last byte and nothing else, if the end is where it
@@ -210,8 +211,6 @@ class HttpResponse:
             return self._feed_length(data)
         return self._feed_chunks(data) if data else b""
 
-    # Reading of the body.
-
     def _feed_length(self, data: bytes) -> bytes:
         if len(data) > self._left:
             self.keeps_open = False  # The server sent more than the response.
@@ -249,7 +248,9 @@ class HttpResponse:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _feed_unusual(self, data: bytes) -> bytes:
-        """Handle the start of an unusual chunk: the end, a partial mark, or the parser's data."""
+        """Handle data that begins no usual chunk: the last chunk, an incomplete chunk head, or a
+        form that only the parser reads.
+        """
         if data == _LAST_CHUNK:
             self.is_complete = True
             self._framing = _Framing.PARSER
@@ -259,7 +260,8 @@ class HttpResponse:
             return b""
         self.keeps_open = False
         self._framing = _Framing.PARSER
-        # Start a new parser at the same state: behind a head, which equals behind a chunk.
+        # A new parser may go on here, because its state behind a head equals the state behind a
+        # chunk.
         self._parser = _new_parser(self.loop)
         ((_, self._payload),), _, _ = self._parser.feed_data(_HEAD_OF_CHUNKS)
         return self._feed_parser(data)
@@ -279,7 +281,7 @@ class HttpResponse:
             is_broken = True
         body = b"" if payload is EMPTY_PAYLOAD else payload.read_nowait()
         self.is_complete = payload.is_eof()
-        # Bytes behind the end of the body do not count.
+        # Bytes behind the end of the body are ignored.
         if is_broken and not self.is_complete:
             self._fail()
         return body
@@ -291,7 +293,9 @@ class HttpResponse:
 
 
 def end_of_chunk(data: bytes) -> int:
-    """End of the chunk at the start of `data`; 0: incomplete, or unusual."""
+    """Return the offset of the end of the chunk at the start of `data`; 0: the chunk is incomplete
+    or unusual.
+    """
     match = _CHUNK.match(data)
     size = 0 if match is None else int(match[1], 16)
     if match is None or not size:

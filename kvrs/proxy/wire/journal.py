@@ -21,25 +21,29 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.prefix import prefix_of
 from kvrs.proxy.wire.requests import ParsedRequest, RequestContext
 
-# Estimates the length of a text prompt until prefill has counted its tokens.
+# Bytes of text per token, to estimate a prompt's length until prefill has counted its tokens.
 _BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """One stream: one choice of one request. Only (`owner_epoch`, `attempt`) writes it; attempt 0:
-    no writer.
+    """State of one stream, which is one choice of one request. Only attempt `attempt` of the owner
+    with `owner_epoch` writes to the journal; attempt 0: no attempt has begun.
     """
 
     stream: StreamId
     parsed: ParsedRequest
     arrived_s: float
     seed: int | None = None  # Seed of every attempt's sampling; None: greedy.
-    # The stream has a usage event. False for several choices, whose usage is counted together.
+    # The stream ends with a usage event. False for several choices, whose usage is counted
+    # together.
     wants_usage: bool = False
-    asks_usage: bool = False  # The client gets a usage, of this stream or of several.
-    facts: EngineFacts | None = None  # Facts of the only engine, which has seen the whole stream.
-    # The server's own limit for a request without one; None: the context, or unknown.
+    # The client gets a usage event, of this stream or of all choices together.
+    asks_usage: bool = False
+    # Further facts of the usage, if one engine has seen the whole stream; else None.
+    facts: EngineFacts | None = None
+    # Output limit of the server for a request without `max_tokens`; None: the context's, or
+    # unknown.
     default_tokens: int | None = None
     prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
     # Prompt tokens from a prefix cache, by the first attempt that reports them; None: not reported.
@@ -49,8 +53,8 @@ class Journal:
         0  # Number of moves of the stream between proxies, or between requests of its client.
     )
     attempt: int = 0
-    # Last attempt whose logits were not numbers; 0: none. Earlier pages of the stream may be the
-    # cause, so they are not looked up any more.
+    # Last attempt whose logits were not numbers; 0: none. KV pages of this and earlier attempts may
+    # be the cause, so they are not looked up any more.
     spoilt_attempt: int = 0
     head: bytes | None = (
         # `{"id":..,"created":..,"model":..` of the first event, with which every later event
@@ -60,32 +64,36 @@ class Journal:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage_sent: bool = False
-    # Characters that the client has, counted once a plain engine has written some, because such an
-    # engine may hold text back. None: the text of `kvrs.text` for the output ids.
+    # Number of characters that the client has, counted from a plain engine's first output, because
+    # such an engine may hold text back. None: not counted; the client has the whole text of the
+    # output ids.
     text_sent: int | None = None
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     request: RequestContext | None = None
     tenant: str = ""  # The tenant's mark; empty without API keys.
-    name: str = ""  # Copied from `StreamJournal`.
-    # For a resumable stream: the client's position after each event that is not yet passed on.
+    name: str = ""  # Alias or adapter, as in `StreamJournal`; "": the model.
+    # For a resumable stream: its position (`seq`) after each event that the client's record lacks
+    # yet; None: not resumable.
     marks: list[int] | None = None
-    kept: tuple[ev.Kept, ...] = ()  # Holders of the stream's KV, as known by the former owner.
-    inexact: tuple[str, ...] = ()  # Features that cannot be continued exactly if the stream is cut.
-    # Features that only a replay continues exactly, and how certain a replay is.
+    kept: tuple[ev.Kept, ...] = ()  # Holders of the stream's KV that the former owner knew.
+    inexact: tuple[str, ...] = ()  # Features that would be inexact after a cut.
+    # Features that only a replay continues exactly; `replays` says where a replay is possible.
     replayed: tuple[str, ...] = ()
     replays: Replays = Replays.NOWHERE
-    is_predictable: bool = True  # Copied from `StreamJournal`.
+    is_predictable: bool = True  # The number of the prompt's tokens determines the time of prefill.
     is_strict: bool = False  # Inexact continuations are forbidden: `proxy.inexact` is `refuse`.
-    # The response's head was sent without the mark of possible inexactness; None: not sent yet.
+    # True: the sent head promises exactness; False: it warns of inexactness; None: not sent yet.
     is_promised: bool | None = None
-    # Engines get a chat's messages as ids, and the proxy makes its events.
+    # The proxy sends engines a chat's rendered messages as ids, and makes the chat's events itself.
     is_rendered: bool = False
     # The engine has sent text without ids (vLLM with `include_reasoning: false`): the client gets
     # the text, and no other attempt can follow.
     lacks_ids: bool = False
-    counted: Usage | None = None  # Usage by the engine of a stream without ids.
-    textual: int = 0  # Number of events of a stream without ids.
-    # Characters that the client has of a parsed message, by part of the message, beside its text.
+    # Usage that the engine counted for a stream without ids; None: counted from the ids.
+    counted: Usage | None = None
+    textual: int = 0  # Number of events passed on in a stream without ids.
+    # Number of characters that the client has of each parsed part of the message (reasoning, tool
+    # calls) beside its text; None: no such part.
     parsed_sent: Counter[str] | None = None
     first_write_s: float | None = None
     last_write_s: float | None = None
@@ -93,9 +101,9 @@ class Journal:
 
     @property
     def seed_is_needed(self) -> bool:
-        """The engine needs the seed if it does not continue sampling itself: the client's seed
-        always, the proxy's only if it makes the continuation exact. Otherwise engines draw at
-        random, because a seed would repeat the same numbers after a cut.
+        """Return whether an engine that does not continue sampling itself gets the seed: the
+        client's seed always, the proxy's only if it makes the continuation exact. Otherwise engines
+        draw at random, because a seed would repeat the same numbers after a cut.
         """
         return self.parsed.request.seed is not None or "temperature" not in self.inexact
 
@@ -107,8 +115,8 @@ class Journal:
         return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
 
     def commit_head(self) -> None:
-        """Note that the response's head is about to be written: its statements hold from now on. A
-        whole answer has its head at its end.
+        """Note that the response's head is about to be written: its promise of exactness holds from
+        now on. The head of a whole answer is written at the end, and promises nothing.
         """
         if self.is_promised is None and self.parsed.request.stream:
             self.is_promised = not self.inexact
@@ -131,8 +139,8 @@ class Journal:
                 self.inexact = (*self.inexact, "token_ids")
 
     def cannot_replay(self) -> None:
-        """Note a continuation without replay: further output does not belong to the original
-        request.
+        """Note that the stream continues without replay: features that only a replay continues
+        exactly become inexact.
         """
         self.inexact, self.replayed = self.inexact_elsewhere, ()
 
@@ -150,13 +158,13 @@ class Journal:
 
     @property
     def resumable(self) -> bool:
-        """The client may continue the stream at another proxy."""
+        """Return whether the client may continue the stream at another proxy."""
         return self.marks is not None and not self.finished
 
     @property
     def holds_text_back(self) -> bool:
-        """The engine holds back last characters that may begin a stop string. An engine that
-        replays output divides the text differently among its events.
+        """Return whether the engine may hold back the last characters, because they may begin a
+        stop string. An engine that replays output divides the text differently among its events.
         """
         stops = self.parsed.request.stop_strings
         return self.text_sent is not None and any(len(stop) > 1 for stop in stops)
@@ -210,8 +218,8 @@ class Journal:
 
     @property
     def seq(self) -> int:
-        """Position of the stream: its output tokens, then its finish and its usage as one step
-        each. Events count if tokens have no ids.
+        """Position of the stream: the number of its output tokens, plus 1 for its finish and 1 for
+        its usage once sent. Without ids, each event of text counts as a token.
         """
         return len(self.output_ids) + self.textual + self.finished + self.usage_sent
 

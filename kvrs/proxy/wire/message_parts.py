@@ -1,4 +1,6 @@
-"""Parts of a message that an event adds to, and the characters added to each."""
+"""Parts of a message (text, reasoning, tool calls) that an event adds to, and the number of
+characters added to each.
+"""
 
 from collections.abc import Iterator
 
@@ -16,7 +18,7 @@ class _Function(msgspec.Struct, gc=False):
 
 
 class _Call(msgspec.Struct, gc=False):
-    """A part of a tool call. Its id arrives with its name."""
+    """A piece of a streamed tool call. Only the piece with the name has the call's id."""
 
     index: int = 0
     function: _Function = msgspec.field(default_factory=_Function)
@@ -26,7 +28,7 @@ _CALL = msgspec.json.Decoder(_Call)
 
 
 def parsed_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
-    """Yield the parts beside the choice's text.
+    """Yield each part of the choice beside its text, with the number of characters added to it.
 
     Raises:
         msgspec.DecodeError: a tool call has another form.
@@ -41,7 +43,7 @@ def parsed_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
 
 
 def all_parts(choice: ReceivedChoice) -> Iterator[tuple[str, int]]:
-    """Yield the choice's text and the parts beside it; raises like `parsed_parts`."""
+    """Yield the choice's text and the parts beside it, like `parsed_parts`; raises like it."""
     yield TEXT, len(choice.plain_text)
     yield from parsed_parts(choice)
 

@@ -21,7 +21,7 @@ CONTROL_TIMEOUT_S = 2.0  # Time limit of small calls; a completion has none.
 
 
 class Peer:
-    """The process of one pool."""
+    """A client of the process that one pool connects to."""
 
     UNAUTHORISED = "it was started with another secret than this proxy"
 
@@ -45,7 +45,9 @@ class Peer:
     async def watch(
         self, path: str, interval_s: float, kind: type[Answer]
     ) -> AsyncIterator[AsyncIterator[Answer]]:
-        """Reports, one per line, until the connection ends with the process."""
+        """Connect, and yield the process's reports, one per line, until the connection ends with
+        the process.
+        """
         async with (
             self.pool.lines(f"{path}?watch={interval_s}") as lines,
             aclosing(_reports_of(lines, kind)) as reports,
@@ -73,7 +75,9 @@ class Peer:
 
 
 def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
-    """A failing server of the cluster answers 5xx; any other status is another server's."""
+    """Return the error for an unexpected status: a server of the cluster fails with 5xx, so another
+    status shows another server.
+    """
     answer = f"HTTP {status} for {path}: {body[:300].decode(errors='replace')}"
     return (
         UpstreamError(answer)
@@ -83,7 +87,7 @@ def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
 
 
 async def _reports_of(lines: AsyncIterator[bytes], kind: type[Answer]) -> AsyncGenerator[Answer]:
-    """Decode lines to reports. Raises UpstreamError: a line is not such a report."""
+    """Decode lines to reports. Raises UpstreamError: a line is not a report of this kind."""
     async for line in lines:
         try:
             yield msgspec.json.decode(line, type=kind)

@@ -42,7 +42,8 @@ KEPT_S = 10.0  # Time for which an idle connection is kept.
 MAX_ANSWER_BYTES = 8 << 20
 _DESCRIPTOR_PAUSE_S = 0.1
 _LONGEST_DESCRIPTOR_WAIT_S = 30.0
-# Socket options that not every system has.
+# Options by which a socket detects a vanished peer, where the system has them; in seconds,
+# TCP_USER_TIMEOUT in milliseconds.
 _OPTIONS = [
     (getattr(socket, name), value)
     for name, value in (
@@ -54,7 +55,8 @@ _OPTIONS = [
     if hasattr(socket, name)
 ]
 MOST_KEPT = 256  # Most kept connections of one instance; beyond it the longest-idle one is closed.
-_MOST_LOOKS = 10  # Most waits for further lost calls, before all of them fail.
+# Most waits, of LOST_TOGETHER_S each, for further calls that the same death ends; then all fail.
+_MOST_LOOKS = 10
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -62,28 +64,30 @@ class Access(msgspec.Struct, frozen=True):
     certificates, or the token of a server that cannot prove itself.
     """
 
-    keys: Keys | None = None  # Keys of the servers; None: they prove nothing.
+    # Keys by which servers prove themselves; None: the servers prove nothing.
+    keys: Keys | None = None
     tls: Certificates | None = None
     token: str | None = None
 
 
 class EngineLinks:
-    """The connections to processes with one kind of access: a pool for each."""
+    """Makes a pool of connections for each process, all with the same credentials."""
 
     def __init__(self, access: Access, coalesce_s: float = 0.0) -> None:
-        """`coalesce_s`: interval of reading steady streams; 0: each stream is read when its bytes
-        arrive.
+        """`coalesce_s`: interval at which steady streams are read together; 0: each stream is read
+        when its bytes arrive.
         """
         self._keys = None if access.keys is None else dict(access.keys)
         self._access = access = replace(access, keys=self._keys)
         self._pools: list[Pool] = []
-        # Other systems than Linux have no epoll.
+        # Only Linux has epoll.
         is_steady = coalesce_s > 0 and hasattr(select, "epoll")
         self._steady = SteadyReads(coalesce_s) if is_steady else None
-        self.large = LargeWork()  # Work on large sent and received bodies.
+        # Runs work on large request and response bodies beside the event loop.
+        self.large = LargeWork()
 
     def admit(self, keys: Keys) -> None:
-        """Allow connections to further processes."""
+        """Allow connections to further processes, which prove themselves by these keys."""
         if self._keys is not None:
             self._keys.update(keys)
 
@@ -128,17 +132,17 @@ class Pool:
         self._get = f"GET {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}\r\n"
         # Idle connections, each with the time since which it is idle, longest first.
         self._kept: dict[Upstream, float] = {}
-        self._forget = self._lost  # One bound method for all connections.
+        self._forget = self._lost  # One bound method for all connections saves an object for each.
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._lost_calls: list[tuple[Signal[Need], UpstreamError]] = []
 
     def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
-        """The head of a request; each line of `headers` includes its end."""
+        """Return the head of a POST request; each line of `headers` ends with CRLF."""
         return (self._head % (path, size_bytes, headers)).encode()
 
     async def ask(self, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Make one small call (a GET if `body` is None); return status and answer.
+        """Make one small call (a GET if `body` is None); return the response's status and body.
 
         Raises:
             UpstreamError: no answer, or one that is too long.
@@ -151,11 +155,12 @@ class Pool:
                 await (await upstream.send(head, body or b"", reader))
                 status = upstream.status
                 if status >= 500:
-                    # A server without an engine may run on while a connection is open.
+                    # A server whose engine has died may go on running while a connection is open.
                     upstream.close()
                 return status, reader.body if status == 200 else upstream.refusal
             except ConnectionLostError:
-                # The server may have closed a kept connection just before the request.
+                # A server may have closed a kept connection just before the request, so a GET is
+                # sent again.
                 if body is not None or not is_kept:
                     raise
             finally:
@@ -163,7 +168,8 @@ class Pool:
 
     @asynccontextmanager
     async def lines(self, path: str) -> AsyncIterator[Lines]:
-        """Lines of a long answer on a connection of its own, whose end is noticed at once.
+        """Yield the lines of a long answer, on a connection of its own. The lines end as soon as
+        the connection is lost.
 
         Raises:
             UpstreamError: no connection.
@@ -178,8 +184,8 @@ class Pool:
             upstream.close()
 
     async def take(self) -> Upstream:
-        """A connection for one call, which returns it: the one idle for the shortest time, or a new
-        one.
+        """Take a connection for one call: the connection that was idle for the shortest time, or a
+        new connection. The caller returns it by `give_back`.
 
         Raises:
             UpstreamError: no connection; the process may be dead.
@@ -191,7 +197,7 @@ class Pool:
         return await self.connect(self._forget)
 
     async def connect(self, lost: Lost) -> Upstream:
-        """Open a connection; `lost` is called at its end.
+        """Open a connection; `lost` is called when the connection ends.
 
         Raises:
             UpstreamError: there is none; the process may be dead.
@@ -202,9 +208,11 @@ class Pool:
         until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
         while made is None:
             if time.monotonic() > until_s:
-                # The peer counts as busy: it is not to blame, and the stream may wait.
+                # The peer is not to blame, so the error is that of a busy peer, and the stream may
+                # wait.
                 raise BusyError("the proxy has no descriptor to connect with", 503, None)
-            # Connections of others may end, which is no silence of the other side.
+            # Other connections of this process may end and free descriptors; the wait is not the
+            # peer's silence.
             await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
             reset_timeout()
             made = await self._connect(lost)
@@ -235,7 +243,9 @@ class Pool:
         self._kept.clear()
 
     def _close_old(self) -> None:
-        """Close connections that are idle for too long, and look again when the next one is."""
+        """Close connections that were idle for KEPT_S, and look again when the next connection will
+        have been.
+        """
         loop = asyncio.get_running_loop()
         now_s, self._sweep = loop.time(), None
         for upstream, since_s in list(self._kept.items()):
@@ -269,10 +279,8 @@ class Pool:
                     error.has_waited = True
                 call.set_exception(error)
 
-    # New connections.
-
     async def _connect(self, lost: Lost) -> Upstream | None:
-        """Connect; None: this process had no descriptor."""
+        """Open a connection; None: this process has no free descriptor."""
         loop = asyncio.get_running_loop()
         upstream = Upstream(loop, lost, self._steady)
         limit_s = CONNECT_TIMEOUT_S
@@ -313,7 +321,7 @@ class Pool:
             OSError: no host accepts a connection.
         """
         tls = self._access.tls
-        # Every connection reads the context: certificates may have been replaced.
+        # The certificates are read for every connection, because a reload may have replaced them.
         context = tls.client if self._is_tls and tls is not None else self._is_tls or None
         greeter = asyncio.Protocol if key is None else partial(HandshakeProtocol, key)
         while True:
@@ -336,7 +344,7 @@ class Pool:
                 return transport, protocol
 
     async def _hosts(self, loop: asyncio.AbstractEventLoop) -> list[str]:
-        """Addresses to try, in order."""
+        """Return the addresses to try, in order."""
         if self._is_numeric:  # A numeric address needs no resolver, which takes a thread.
             return [self._host]
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -349,7 +357,7 @@ def _fail_now(_: Upstream, call: Signal[Need] | None, error: UpstreamError | Non
 
 
 async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> bytes:
-    """The proof of this end, once the other end has proved itself.
+    """Return the proof of this end, once the other end has proved itself.
 
     Raises:
         UnusableError: the other end did not prove itself.
@@ -366,8 +374,8 @@ async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol) -> b
 
 
 def _set_options(sock: socket.socket) -> None:
-    """Have the socket detect a peer that vanished without closing its connections. (That small
-    writes go out at once, each event loop has set.)
+    """Have the socket detect a peer that vanished without closing its connections. (The event loop
+    itself sets TCP_NODELAY.)
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _OPTIONS:

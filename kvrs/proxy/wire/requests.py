@@ -36,7 +36,7 @@ from kvrs.text.output import TextDelta
 
 _BYTES_PER_ID = 4
 
-# Replaces the lists of admitted requests, which remain in their fields.
+# Replace the decoded lists of admitted requests; the undecoded fields still have the values.
 _NO_IDS: list[int] = []
 _NO_WORDS: list[str] = []
 _NO_BIASES: dict[int, float] = {}
@@ -50,7 +50,8 @@ REQUEST_ID = "X-Request-Id"
 
 class RequestContext(msgspec.Struct, eq=False):
     id: str
-    traceparent: str | None = None  # Trace parent of the client, or of the request's own span.
+    # `traceparent` for calls: the client's, or that of the request's own span; None: no trace.
+    traceparent: str | None = None
     trace: Any = None  # RequestTrace (kvrs/proxy/streams/spans.py), if traced.
 
 
@@ -81,7 +82,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         further fields.
         """
         parts = [head, b',"choices":', msgspec.json.encode(choices)]
-        # Other engines have the object in the head.
+        # The heads of other engines contain `object` already.
         if b',"object":"' not in head:
             parts.append(b',"object":"' + self.object + b'"')
         if usage is not None:
@@ -106,7 +107,7 @@ CHAT = Endpoint(
 
 
 class ByteBudget:
-    """Budget of bytes for all open requests. No body is longer than `max_body_bytes`."""
+    """Limits on bodies: `total_bytes` of all open requests together, `max_body_bytes` of each."""
 
     def __init__(self, total_bytes: int, max_body_bytes: int) -> None:
         self.held_bytes = 0
@@ -115,8 +116,8 @@ class ByteBudget:
 
 
 class RequestUsage(msgspec.Struct, eq=False):
-    """Bytes of the budget and streams of the tenant's limit that one request holds until its block
-    ends. `meter`: the tenant's; None: no limit.
+    """The share that one request holds until its block ends: bytes of the budget, and streams of its
+    tenant's limit. `meter` counts the tenant's streams; None: no limit.
     """
 
     budget: ByteBudget
@@ -132,7 +133,7 @@ class RequestUsage(msgspec.Struct, eq=False):
         self.end()
 
     def end(self) -> None:
-        """Return everything."""
+        """Return all held bytes and streams to the budget and the limit."""
         self.budget.held_bytes -= self.size_bytes
         self.size_bytes, self.is_over = 0, True
         if self.meter is not None:
@@ -185,7 +186,9 @@ class RequestUsage(msgspec.Struct, eq=False):
 
 @dataclass(slots=True, eq=False)
 class PackedFields(Mapping[str, msgspec.Raw]):
-    """Fields stored as one JSON object, where a mapping would have two objects per field."""
+    """Undecoded fields of a request, stored as one JSON object to save memory: a dict has two
+    objects per field.
+    """
 
     text: bytes
 
@@ -206,8 +209,9 @@ class PackedFields(Mapping[str, msgspec.Raw]):
 
 
 class ParsedRequest(msgspec.Struct, eq=False):
-    """A client's request, and the undecoded fields for engines, which lie in the body. Of several
-    prompts, each has a request of its own; the first is this one.
+    """A client's request: the decoded `request`, and in `fields` the undecoded values for engines,
+    which are slices of the body. Each of several prompts has an object of its own; the first has
+    the others in `more`.
     """
 
     endpoint: Endpoint
@@ -216,11 +220,13 @@ class ParsedRequest(msgspec.Struct, eq=False):
     size_bytes: int
     # Ids of the prompt; None until the client or an engine gives them.
     prompt_ids: "array[int] | None" = None
-    more: "tuple[ParsedRequest, ...]" = ()  # Requests of the prompts behind the first.
-    held: RequestUsage | None = None  # Budget that follows the kept size.
-    counted_bytes: int = 0  # Kept size as counted in the budget.
+    # Requests of the other prompts, at the first prompt's request.
+    more: "tuple[ParsedRequest, ...]" = ()
+    # Share of the budget, reduced to the bytes that are kept; None: not admitted yet.
+    held: RequestUsage | None = None
+    counted_bytes: int = 0  # Number of bytes that the budget counts for this prompt.
     fields_bytes: int = 0  # Upper bound of the size of the values in `fields`.
-    is_packed: bool = False  # Everything unneeded has been dropped.
+    is_packed: bool = False  # `pack` has dropped the prompt's text.
     echo: bool = False
     prefix: Prefix | None = None  # Block hashes of the prompt, once computed.
 
@@ -229,8 +235,8 @@ class ParsedRequest(msgspec.Struct, eq=False):
         return self, *self.more
 
     def tokenised(self, ids: "array[int]") -> "array[int]":
-        """Set the prompt's ids, once for all choices. In a completion they replace the text, which
-        is kept until `pack`.
+        """Set the prompt's ids; return the ids already set, if equal, so that all choices share one
+        array. In a completion the ids replace the text, which is kept until `pack`.
         """
         if self.prompt_ids is None:
             self.prompt_ids = ids
@@ -238,14 +244,16 @@ class ParsedRequest(msgspec.Struct, eq=False):
         return self.prompt_ids if self.prompt_ids == ids else ids
 
     def pack(self) -> None:
-        """Drop the text of a tokenised prompt: the next call is already made."""
+        """Drop the text of a tokenised prompt, once the next call is made, and count the kept
+        bytes.
+        """
         if self.is_packed or self.prompt_ids is None:
             return
         self.is_packed = True
         if isinstance(self.request, CompletionRequest) and self.request.n == 1:
             self._drop_prompt()
         held = self.held
-        if held is not None and not held.is_over:  # The budget follows the kept size.
+        if held is not None and not held.is_over:  # The budget counts only the bytes that are kept.
             grown_bytes = self.fields_bytes + _BYTES_PER_ID * len(self.prompt_ids)
             grown_bytes -= self.counted_bytes
             self.counted_bytes += grown_bytes
@@ -253,11 +261,13 @@ class ParsedRequest(msgspec.Struct, eq=False):
             held.budget.held_bytes += grown_bytes
 
     def hold(self, held: RequestUsage) -> None:
-        """Drop unneeded parts of the body, and let the budget follow."""
+        """Drop the parts of the body that are not needed any more, and count only the kept bytes in
+        `held`.
+        """
         kept_bytes = 0
         for one in (self, *self.more):
             one.held, request = held, one.request
-            # Decoded lists are also in `fields`.
+            # The undecoded `fields` still have the values of these lists.
             request.stop_token_ids, request.bad_words = _NO_IDS, _NO_WORDS
             request.response_format = _NO_FORMAT
             request.allowed_token_ids, request.logit_bias = None, _NO_BIASES
@@ -303,7 +313,7 @@ def read(
 
 
 def _with_prompt(first: ParsedRequest, prompt: msgspec.Raw) -> ParsedRequest:
-    """The request of a prompt behind the first."""
+    """Make the request of another prompt than the first."""
     given, fields = read_prompt(prompt), dict(first.fields) | {"prompt": prompt}
     size_bytes = first.size_bytes - len(first.fields["prompt"]) + len(prompt)
     return replace(
@@ -321,13 +331,13 @@ def _given_ids(ids: list[int], fields: Mapping[str, msgspec.Raw]) -> "array[int]
         given = packed(ids)
     except ValueError:
         raise RequestError("token ids must be below 2^32", param="prompt") from None
-    # The engine reports which ids a truncation leaves.
+    # A truncation changes the prompt; only the engine reports the ids that it leaves.
     return None if "truncate_prompt_tokens" in fields else given
 
 
 def salted(parsed: ParsedRequest, secret: TenantSecret | None, adapter: str = "") -> ParsedRequest:
-    """The request with the salt of its adapter and tenant, so that no other adapter or tenant finds
-    its pages in a cache.
+    """Return the request with the salt of its adapter and tenant, so that no other adapter or
+    tenant finds its pages in a cache.
     """
     if secret is None and not adapter:
         return parsed

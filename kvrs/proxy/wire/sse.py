@@ -22,8 +22,8 @@ MAX_EVENT_BYTES = 16 << 20
 
 TOKEN_IDS = b',"token_ids":['
 PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
-# The first match is the choice's own index, if that precedes a tool call's. Quotes in texts are
-# escaped.
+# Matches the index of a choice; in an event whose tool call's index comes first, it matches that.
+# Quotes in texts are escaped.
 _INDEX = re.compile(rb'(?<=[{,]"index":)0')
 _INDEX_FIRST = b'{"index":'
 _TOOL_CALLS = b'"tool_calls"'
@@ -41,11 +41,11 @@ class EventSplitter:
     """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events."""
 
     max_event_bytes: int = MAX_EVENT_BYTES
-    rest: bytes = b""  # Bytes of an incomplete event.
-    has_begun: bool = False  # A byte order mark may come first.
+    rest: bytes = b""  # Received bytes of an event that is not complete yet.
+    has_begun: bool = False  # The first bytes have been read; a byte order mark may precede them.
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Payloads of the events that `chunk` completes.
+        """Return the payloads of the events that `chunk` completes.
 
         Raises:
             UpstreamError: an event exceeds the limit.
@@ -57,7 +57,7 @@ class EventSplitter:
             and chunk.find(b"\n") == len(chunk) - 2
             and chunk.endswith(b"}\n\n")
         ):
-            return [chunk[6:-2]]  # The usual read is one whole event.
+            return [chunk[6:-2]]  # Fast path: the read is one whole event.
         if not self.has_begun:
             if len(chunk) < len(_BOM) and _BOM.startswith(chunk):
                 self.rest = chunk
@@ -75,18 +75,18 @@ class EventSplitter:
 
 
 def _payload(part: bytes) -> bytes | None:
-    """Data of an event; None: a comment, or empty."""
+    """Return the data of an event; None: a comment, or empty."""
     if b"\n" not in part and b"\r" not in part:
         return part[5:].strip() if part.startswith(b"data:") else None
-    # The event also has a name, an id, a comment, or blank lines before it.
+    # The event also has other lines: a name, an id, a comment, or blank lines before it.
     lines = [line[5:].strip() for line in _LINE_END.split(part) if line.startswith(b"data:")]
-    # Line ends within JSON are white space.
+    # Lines may be joined by a space, because line ends within JSON are white space.
     return b" ".join(lines) if lines else None
 
 
 def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
-    """Ids of a plain token event, and the event without them; None for rarer kinds (no ids, a
-    finish, usage, an error).
+    """Return the ids of a plain token event, and the event without them; None for rarer kinds (no
+    ids, a finish, usage, an error).
     """
     at = data.find(TOKEN_IDS)
     if at < 0 or data.rfind(UNFINISHED, 0, at) < 0:
@@ -101,7 +101,7 @@ def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
 
 
 def cut_list(data: bytes, key: bytes) -> bytes:
-    """`data` without the list of integers under `key` (one of the constants above)."""
+    """Return `data` without the list of integers under `key` (one of the constants above)."""
     at = data.find(key)
     if at < 0:
         return data
@@ -152,7 +152,7 @@ def number_choice(data: bytes, index: int) -> bytes:
         numbered, count = _INDEX.subn(b"%d" % index, data, count=1)
         if count:
             return numbered
-    # A tool call's index may come first, or there are blanks.
+    # The byte search does not fit: a tool call's index may come first, or the JSON has blanks.
     if (at := data.find(CHOICES)) < 0:
         raise UpstreamError("sent an event without choices")
     match event := msgspec.json.decode(b"{" + data[at + 1 :]):

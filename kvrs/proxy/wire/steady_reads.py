@@ -13,29 +13,32 @@ from contextlib import suppress
 from typing import Protocol
 
 _MOST_AT_ONCE = 1024
-# Fewer streams share no wake-up, and each read costs a little more here than on the loop.
+# Least number of steady streams for reads here: fewer streams share no wake-up, and each read costs
+# a little more here than on the event loop.
 LEAST_STREAMS = 16
 
 
 class SteadySource(Protocol):
     def read(self) -> None:
-        """Read received bytes, or the end."""
+        """Read the received bytes of the connection, or its end."""
 
     def end_steady(self) -> None:
-        """Call `SteadyReads.end`, and let the event loop read from then on."""
+        """Call `SteadyReads.end`, and let the event loop read the connection from then on."""
 
 
 class SteadyReads:
-    """The steady connections of one event loop."""
+    """Reads the connections of one event loop whose streams have steady tokens."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
         self._sources: dict[int, SteadySource] = {}  # Sources by descriptor.
-        self._streams = 0  # Number of steady streams, of which the first few stay on the loop.
+        # Number of steady streams; the first LEAST_STREAMS - 1 stay on the event loop.
+        self._streams = 0
         self._woken_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None  # Tick; None: the epoll wakes the loop.
+        # Timer of the next tick; None: no ticks, because the epoll wakes the loop.
+        self._timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._epoll.fileno(), self._woken)
 
     def begin(self, transport: asyncio.Transport, source: SteadySource) -> int | None:
@@ -63,12 +66,12 @@ class SteadyReads:
 
     def end(self, descriptor: int | None, source: SteadySource) -> None:
         """Stop reading a stream that is over, no longer steady, or whose client must read first.
-        Its connection stays as it is, paused if it has a descriptor.
+        The event loop's own reading of the connection stays paused if there is a descriptor.
         """
         self._streams -= 1
         if descriptor is not None and self._sources.get(descriptor) is source:
             del self._sources[descriptor]
-            with suppress(OSError):  # The descriptor is closed.
+            with suppress(OSError):  # The descriptor may be closed already.
                 self._epoll.unregister(descriptor)
 
     def close(self) -> None:
@@ -83,7 +86,9 @@ class SteadyReads:
         self._epoll.close()
 
     def _woken(self) -> None:
-        """Handle received bytes while no tick runs."""
+        """Read the streams when the epoll wakes the loop; begin ticks if two wake-ups are close
+        together.
+        """
         before_s, self._woken_s = self._woken_s, self._loop.time()
         self._read()
         if self._woken_s - before_s < 2 * self._tick_s:
@@ -101,12 +106,12 @@ class SteadyReads:
         """Read all received bytes; return the number of streams that had some."""
         found = self._epoll.poll(0, _MOST_AT_ONCE)
         for descriptor, _ in found:
-            # An earlier source may have ended this one.
+            # The read of an earlier source may have ended this source.
             if (source := self._sources.get(descriptor)) is None:
                 continue
             try:
                 source.read()
-            # Let the loop handle the bug, without affecting other streams.
+            # Pass the bug to the loop's handler: it must not affect other streams.
             except Exception as bug:
                 context = {"message": "a steady stream was not read", "exception": bug}
                 self._loop.call_exception_handler(context)

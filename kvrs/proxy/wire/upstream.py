@@ -25,39 +25,42 @@ from kvrs.proxy.wire.sse import EventSplitter
 from kvrs.proxy.wire.steady_reads import SteadyReads
 
 _MAX_REFUSAL_BYTES = 8 << 20
-_LARGE_BODY_BYTES = 256 << 10  # Larger bodies are sent in pieces.
-_READ_BYTES = 8 << 10  # Bytes read of a steady stream at a time.
-_FEW_BYTES = 64  # Fewer bytes than a token's event: the end of a stream.
+_LARGE_BODY_BYTES = 256 << 10  # Size of a request's body above which it is sent in pieces.
+_READ_BYTES = 8 << 10  # Most bytes that one read takes from a steady stream.
+_FEW_BYTES = 64  # A rest of fewer bytes contains no token's event, only the end of a stream.
 
 
 class Need(Enum):
     """Rest of a response that its reader still needs."""
 
     MORE = "more"
-    END = "end"  # Only the end, so that the connection can be reused.
+    END = "end"  # Only the response's end, so that the connection can be reused.
     NOTHING = "nothing"
 
 
-# Takes whole chunks from the start of a read; returns the rest.
+# Function that takes whole chunks from the start of a read, and returns the bytes that it leaves.
 Shortcut = Callable[[bytes], bytes]
 
 
 class Reader(Protocol):
-    """The destination of a response's bytes."""
+    """Takes the bytes of a response's body."""
 
-    flow: "Upstream | None"  # Source of the bytes, once the request is sent.
+    # Connection that the bytes come from; None: the request is not sent yet.
+    flow: "Upstream | None"
 
     @property
     def shortcut(self) -> Shortcut | None:
-        """Function that gets reads first from now on; None: no function."""
+        """Return the function that gets each read before `feed`; None: no such function."""
 
     def feed(self, data: bytes) -> Need:
-        """Take the next bytes. The call raises the errors of this method."""
+        """Take the next bytes of the body; return what is still needed. The call ends with an error
+        that this method raises.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class WholeReader:
-    """Collects a response up to a size."""
+    """Collects the body of a response; more than `max_bytes` end the call with an error."""
 
     max_bytes: int
     size_bytes: int = 0
@@ -94,9 +97,9 @@ class EventReader:
 
 
 class Upstream(asyncio.Protocol):
-    """Serves one call at a time. `lost` is called when the connection has ended, with its call, if
-    any, and the error that the call must raise. `steady` reads a connection whose tokens take the
-    reader's shortcut; None: the event loop does.
+    """A connection to an instance, for one call at a time. `lost` is called when the connection has
+    ended, with its call, if any, and the error that the call must raise. `steady` reads the
+    connection while tokens take the reader's shortcut; None: the event loop does.
     """
 
     __slots__ = (
@@ -118,18 +121,18 @@ class Upstream(asyncio.Protocol):
         # Response of the running call, if any.
         self._response: HttpResponse | None = None
         self._reader: Reader | None = None
-        # Consumer of the body; None: no head yet.
+        # Function that takes the bytes of the body; None: the head is not complete yet.
         self._take: Callable[[bytes], Need] | None = None
         self._shortcut: Shortcut | None = None
         self._refusal: WholeReader | None = None
         self._ended: Signal[Need] | None = None
-        self._room: asyncio.Future[None] | None = None  # Set while a large body waits for room.
+        # Future of room in the transport, while a large body waits for it.
+        self._room: asyncio.Future[None] | None = None
         self._is_sent = True
         self._is_paused = False
-        self.status = 0  # Status of the response, once its head is complete.
-        self.proof = b""  # Proof of this process's key, sent with the first request.
-
-    # Methods for calls.
+        self.status = 0  # Status of the last response whose head is complete; 0: none yet.
+        # Proof of this process's key, sent before the first request; empty: nothing to send.
+        self.proof = b""
 
     async def send(self, head: bytes, body: bytes, reader: Reader) -> Awaitable[Need]:
         """Send a request, and pass its response's body to the reader from now on. The body of a
@@ -162,7 +165,9 @@ class Upstream(asyncio.Protocol):
         return ended
 
     async def read_rest(self, timeout_s: float) -> None:
-        """Read an otherwise unneeded response to its end, within a time limit."""
+        """Read the rest of a response that nothing needs, within a time limit, so that the
+        connection can be used again.
+        """
         response = self._response
         if response is None or response.is_complete:
             return
@@ -202,8 +207,6 @@ class Upstream(asyncio.Protocol):
             self.end_steady(reads_on=False)
         self.transport.abort()
 
-    # Flow control.
-
     def pause(self) -> None:
         if not self._is_paused and not self.transport.is_closing():
             self._is_paused = True
@@ -216,8 +219,6 @@ class Upstream(asyncio.Protocol):
             self._is_paused = False
             if not self.transport.is_closing():
                 self.transport.resume_reading()
-
-    # Reading of steady streams.
 
     def _use_shortcut(self, shortcut: Shortcut, response: HttpResponse) -> None:
         is_read = self._refusal is None and self._take is not _drop
@@ -241,7 +242,8 @@ class Upstream(asyncio.Protocol):
         if data:
             self.data_received(data)
         else:
-            self.end_steady()  # The event loop will find the end.
+            # The event loop then reads the end of the connection, and reports it.
+            self.end_steady()
 
     def end_steady(self, *, reads_on: bool = True) -> None:
         """Let the event loop read the connection again, unless reading is paused."""
@@ -250,8 +252,6 @@ class Upstream(asyncio.Protocol):
         self._steady.end(descriptor, self)
         if reads_on and descriptor is not None and not self.transport.is_closing():
             self.transport.resume_reading()
-
-    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface of asyncio's, but not their base class.
@@ -267,7 +267,8 @@ class Upstream(asyncio.Protocol):
             except Exception as error:
                 self._fail(error)
                 return
-            # Usual events may follow one unusual event; after a second one the rest is alike.
+            # The shortcut is tried again behind one unusual event, but not behind a second unusual
+            # event: all further events of the read are likely of the same kind.
             end = end_of_chunk(data)
             if (is_rest and len(data) == size) or not 0 < end < len(data) - _FEW_BYTES:
                 break
@@ -276,9 +277,9 @@ class Upstream(asyncio.Protocol):
         self._take_read(data)
 
     def _take_read(self, data: bytes) -> None:
-        """Take bytes that the shortcut leaves."""
+        """Take the bytes of a read that the shortcut has left."""
         response, self._shortcut, need = self._response, None, Need.MORE
-        if response is None:  # No call is running.
+        if response is None:  # The server sends bytes that no call has asked for.
             self.close()
             return
         try:
@@ -302,7 +303,7 @@ class Upstream(asyncio.Protocol):
             self._take = _drop
             if response.fault is not None:
                 self.close()
-            # A complete response leaves nothing to read.
+            # Nothing is left to read of a complete response.
             self._end(Need.NOTHING if response.is_complete else need)
         elif response.is_complete:
             self._end(Need.MORE)
@@ -355,7 +356,7 @@ class Upstream(asyncio.Protocol):
             self._ended.set_exception(error)
 
 
-# Callback with the connection, its call and the call's error.
+# Function called at the end of a connection, with its running call and the call's error, if any.
 Lost = Callable[[Upstream, Signal[Need] | None, UpstreamError | None], None]
 
 

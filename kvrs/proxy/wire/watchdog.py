@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.errors import UpstreamError
 
-_TICK_S = 0.02  # Interval of looks, and so their greatest delay.
-_LAG_S = 0.05  # Shortest stall of the event loop that is measured.
-_PATIENT_LAG_S = 0.25  # Shortest measured stall if all watchdogs are patient.
-_STOP_S = 1.0  # Lag from which on the process counts as paused, not only busy.
+_TICK_S = 0.02  # Interval of the timer's ticks, and so the longest delay of a watchdog's look.
+_LAG_S = 0.05  # Shortest stall of the event loop that is noticed.
+_PATIENT_LAG_S = 0.25  # Shortest stall that is noticed if all watchdogs are patient.
+_STOP_S = 1.0  # Stall from which on the process counts as paused, not only busy.
 _FIRST_LOOK_S = 0.1  # Time before the first look: most calls have been answered by then.
 
 
@@ -22,19 +22,20 @@ class SilentError(UpstreamError):
 
 
 class _TimerWheel:
-    """One timer for all watchdogs of an event loop, with the time of each one's next look."""
+    """One timer for all watchdogs of an event loop, with the time of each watchdog's next look."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # Watchdogs by tick; some have moved to a later tick since.
+        # Watchdogs by the tick of their look; watchdogs that have since moved to a later tick
+        # remain.
         self._due: dict[int, list[Watchdog]] = {}
         self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # Innermost watchdog of each task.
         self.patient = 0  # Number of blocks with patient watchdogs.
         self._ticks: list[int] = []  # Ticks of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
-        # Total delay of the event loop's timers: a process without a CPU has heard nothing
-        # meanwhile.
+        # Sum of the delays of the event loop's timers since its start: a process without a CPU
+        # hears nothing meanwhile.
         self.lag_s = 0.0
         # Start and end of the last pause of this process.
         self._stop: tuple[float, float] | None = None
@@ -84,7 +85,9 @@ class _TimerWheel:
             self._arm()
 
     def awake_since_s(self) -> float:
-        """The time of a look, or the start of a pause that has just ended."""
+        """Return the time since which the process runs: now, or the start of a pause that has just
+        ended.
+        """
         now_s = self._loop.time()
         if self._timer is not None and now_s - self._timer_s > _STOP_S:
             return self._timer_s - _LAG_S
@@ -124,11 +127,12 @@ class Watchdog:
         if (wheel := _wheels.get(self._loop)) is None:
             wheel = _wheels[self._loop] = _TimerWheel(self._loop)
         self._wheel = wheel
-        self._lag_s = wheel.lag_s  # Total lag at the last look.
+        self._lag_s = wheel.lag_s  # Value of `wheel.lag_s` at the last look.
         self._tick: int | None = None  # Tick of the next look.
         self._is_over = False
         self.has_expired = False
-        self.exceeded_s = 0.0  # The limit that ended the block.
+        # Limit or silence in seconds that ended the block; 0: not ended by silence.
+        self.exceeded_s = 0.0
 
     def __enter__(self) -> Self:
         task = asyncio.current_task(self._loop)
@@ -201,8 +205,9 @@ class Watchdog:
 
 
 def awake_since_s() -> float:
-    """Time, by the running event loop's clock, since which this process has run without a pause;
-    call within a watchdog's block. Data read right after a pause may have arrived at its start.
+    """Return the time, by the running event loop's clock, since which this process has run without
+    a pause; call within a watchdog's block. Data read right after a pause may have arrived at the
+    pause's start.
     """
     loop = asyncio.get_running_loop()
     wheel = _wheels.get(loop)
@@ -210,7 +215,7 @@ def awake_since_s() -> float:
 
 
 def reset_timeout() -> None:
-    """Restart the silence of the task's block: this process caused it."""
+    """Begin the silence of the task's block anew, because this process itself has caused it."""
     task = asyncio.current_task()
     assert task is not None
     wheel = _wheels.get(task.get_loop())
