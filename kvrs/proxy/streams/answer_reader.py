@@ -9,7 +9,7 @@ from kvrs.proxy.wire.upstream import Shortcut, Upstream
 
 
 class Told(TypedDict):
-    """Functions and records of an attempt that its reader informs of received data."""
+    """Arguments of every `AnswerReader`: a clock, and what it informs of received data."""
 
     clock: Callable[[], float]
     resumed: Callable[[], None]
@@ -19,8 +19,8 @@ class Told(TypedDict):
 
 
 class AnswerReader:
-    """Reads the answer of one attempt. `resumed` is called before the client gets its first part,
-    `completed` when the client has all of it; `silence` notes every read.
+    """Reads the answer of one attempt. `resumed` is called before the client gets the first part of
+    the answer, `completed` when the client has all of it; `silence` notes every read.
     """
 
     __slots__ = (
@@ -52,5 +52,5 @@ class AnswerReader:
 
     @property
     def is_over(self) -> bool:
-        """A later attempt has taken over the stream."""
+        """Return whether a later attempt has taken over the stream."""
         return self._attempt != self._journal.attempt

@@ -64,9 +64,9 @@ class AttemptCalls:
         self._span: CallSpan | None = None  # Span of the decode call, if traced.
         # Reader of the decode call's answer, while the call runs.
         self._relay: Relay | WholeAnswer | None = None
-        # Hand-off of an engine without leases, until it is fetched.
+        # Hand-off of an engine without leases of the proxy, until it is fetched; else None.
         self._hand_off: HandOff | None = None
-        self._rows: RowLoad | None = None  # Rows that the decode call loads.
+        self._rows: RowLoad | None = None  # Rows that the decode call loads; None: no rows.
 
     async def run(self, *, gives_end: bool = False) -> None:
         """Run the attempt. With `gives_end`, send the client the missing end of a stream that has
@@ -91,7 +91,8 @@ class AttemptCalls:
         except UpstreamError as error:
             self._blame_prefill(error)
             if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
-                # A gateway may have answered, before any engine had the hand-off.
+                # A gateway may have answered before any engine had the hand-off, so its blocks must
+                # be freed.
                 self._hand_off.is_sent = False
             fault, is_silent = _fault_of(error), isinstance(error, SilentError)
             is_given_up = is_silent and context.suspect_instance(attempt.failed_at)
@@ -131,8 +132,8 @@ class AttemptCalls:
             self._context.attempt_over(self._live, event)
 
     async def _produce(self) -> "_Work | None":
-        """Do everything before the decode call, and return that call: while it lasts, nothing of
-        this frame is kept.
+        """Do everything before the decode call, and return that call (None: no call is needed any
+        more). The call runs outside, so that nothing of this frame is kept while it lasts.
         """
         attempt, live = self._attempt, self._live
         goes_on = live.journal.output_ids or live.journal.is_rendered
@@ -149,7 +150,8 @@ class AttemptCalls:
         if prefill is not None:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
-            # Otherwise the client's own ids count.
+            # Use the engine's text only for the prompt ids that it reported, not for a client's own
+            # ids.
             if live.journal.prompt_ids is answer.prompt_ids:
                 ids_text = answer.ids_text
             if transfer is not None and answer.good_until_s is not None:
@@ -189,9 +191,9 @@ class AttemptCalls:
         self._context.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
-        """The maker of the client's text, if the decode instance's text would not fit the text
-        before it. Without a tokenizer the engine's text is used, unless `proxy.inexact: refuse`
-        forbids it.
+        """Return the maker of the client's text, if the decode instance's text would not fit the
+        text before it; None: the text fits. Without a tokenizer the engine's text is used, unless
+        `proxy.inexact: refuse` forbids it.
         """
         journal, tokenizer = self._live.journal, self._context.tokenizer
         resumes_exactly = self._instances.known[self._attempt.plan.decode].resumes_exactly
@@ -206,7 +208,8 @@ class AttemptCalls:
 
     async def _rendered(self) -> Continuation | None:
         """Let the engine tokenise a chat's messages, and return the maker of the stream's text.
-        None: the stream has no ids, because its engine parses the output, or there is no tokenizer.
+        None: the stream gets no ids, because its engine parses the output, or there is no
+        tokenizer.
         """
         journal, tokenizer = self._live.journal, self._context.tokenizer
         if not (tokenizer.available and is_plain_chat(journal.parsed)):
@@ -296,7 +299,7 @@ class AttemptCalls:
                 self._mark(call, relay)
                 live.journal.parsed.pack()
                 decoded = backend.decode(call, relay)
-                # The answer may take minutes.
+                # Release these objects now: the answer may take minutes.
                 del call, transfer, continuation, ids_text
                 await decoded
                 relay.check_end()
@@ -311,13 +314,13 @@ class AttemptCalls:
                 live.expect_token = None
 
     def _avoid_store(self) -> None:
-        """Keep the call from finding anything in an untested store."""
+        """Keep the call from finding anything in a store that has not passed its self-test."""
         if self._context.control.self_tests.stores.distrusts(self._attempt.plan.decode):
             self._live.journal.spoilt_attempt = self._attempt.number
 
     def _blame_load(self, *, is_handed_off: bool) -> None:
-        """Note that the instance could not load KV. The store is not asked again, because it may
-        repeat a wrong promise.
+        """Note that the instance could not load KV. The stream does not use the store again,
+        because the store may repeat a wrong promise.
         """
         if is_handed_off:
             self._attempt.blame_hand_off()
@@ -327,15 +330,15 @@ class AttemptCalls:
 
     @property
     def _asks_store(self) -> bool:
-        """The decode instance has a store in which the call may find something: with the stream's
-        own salt, since an earlier attempt, only what this stream has stored.
+        """Return whether the decode instance has a store in which the call may find KV. False for a
+        stream with a spoilt attempt, which uses a salt of its own.
         """
         known = self._instances.known[self._attempt.plan.decode]
         return bool(known.store) and not self._live.journal.spoilt_attempt
 
     async def _turn(self) -> None:
-        """Let only a few victims of one death call in each turn of the event loop, so that tokens
-        of other streams and news of other models pass in between.
+        """Let only a few streams that lost the same instance call in each turn of the event loop,
+        so that tokens of other streams and reports of other instances pass in between.
         """
         async with self._context.turns:
             await asyncio.sleep(0)
@@ -347,8 +350,8 @@ class AttemptCalls:
         ) or self._attempt.is_excused(self._context.clock())
 
     def _check_exactness(self, target: InstanceId) -> None:
-        """Mark a stream that this instance cannot continue exactly, by its self-tests, or only by a
-        replay.
+        """Check that the target continues the stream exactly, by its self-tests and a replay if
+        needed; otherwise mark the stream as inexact.
 
         Raises:
             ConfigError: a promise to the client forbids continuing.
@@ -367,7 +370,9 @@ class AttemptCalls:
             live.journal.inexact = (*live.journal.inexact, "tokens")
 
     def _end_replays(self) -> None:
-        """Continue without replay. Raises ConfigError: a promise to the client forbids it."""
+        """Note that the stream continues without replay. Raises ConfigError: a promise to the
+        client forbids it.
+        """
         journal = self._live.journal
         is_promised = journal.promise is not ev.Promise.NONE
         journal.cannot_replay()
@@ -387,12 +392,14 @@ class AttemptCalls:
                 self._span.first_token()
             live.decoded_by = self._context.control.self_tests.processes.get(attempt.plan.decode)
         self._context.resumed(attempt)
-        # Prefill and decode are one call.
+        # Prefill and decode are one call, whose first token shows the end of prefill.
         if live.phase is StreamPhase.PREFILL and attempt.is_current:
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
 
     def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
-        """Complete the decode call before it is sent."""
+        """Add to the decode call what follows from the plan: prefill beside it, rows to load, and
+        the form of the answer.
+        """
         plan = self._attempt.plan
         known = self._instances.known[plan.decode]
         if known.info.joins_prefill and plan.prefill is not None:
@@ -413,7 +420,9 @@ class AttemptCalls:
     def _new_reader(
         self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
     ) -> Relay | WholeAnswer:
-        """Make the reader: a relay, or a reader of whole answers if the engine must parse these."""
+        """Make the reader of the decode call: a relay, or a reader of whole answers if the engine
+        must parse these.
+        """
         live, context = self._live, self._context
         if (
             not context.is_vllm

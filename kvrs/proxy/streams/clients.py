@@ -16,7 +16,7 @@ from kvrs.net.routes import SERVER, WRITTEN, Request, Response
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.proxy.wire.requests import REQUEST_ID
 
-# Unsent bytes from which the client counts as slower than the engine.
+# Number of unsent bytes above which the client counts as slower than the engine, and is blocked.
 UNSENT_BYTES = 64 << 10
 
 # A comment of one line without an empty line behind it: many decoders dispatch an event at each
@@ -31,13 +31,15 @@ _EVENT_STREAM = (
 _CHUNKED = "Transfer-Encoding: chunked\r\n"
 _LAST_OF_CONNECTION = "Connection: close\r\n"
 
-# Longest silence: load balancers cut connections that send nothing for a minute.
+# Longest time without bytes to a client, after which it gets a comment: load balancers cut
+# connections that send nothing for a minute.
 KEEP_ALIVE_S = 10.0
-# Looks per longest silence: each look finds streams that were silent since the look before.
+# Number of looks at all clients in that time; a look finds clients that got nothing since the look
+# before.
 _LOOKS = 2
 
 
-# Function of a token, its event, and the time.
+# Function that takes a token's id, its event, and the time.
 TakeToken = Callable[[int, bytes, float], None]
 
 
@@ -50,15 +52,19 @@ class Client(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """The client must read before it gets more, which excuses the engine's silence."""
+        """Return whether the client must read before it gets more; the engine's silence is excused
+        then.
+        """
 
     @property
     def direct(self) -> "SseClient | None":
-        """The client to whose connection an event may be written unchanged, as a chunk."""
+        """The client to whose connection an event may be written unchanged, as a chunk; None:
+        `send` must take it.
+        """
 
     @property
     def take_token(self) -> "TakeToken | None":
-        """Function that takes an event of one journaled token, like `send`."""
+        """Function that takes an event of one journaled token, like `send`; None: use `send`."""
 
     def send(self, events: Sequence[bytes]) -> None:
         """Send JSON payloads. Raises ClientGoneError."""
@@ -80,11 +86,11 @@ class SseClient:
     request: Request
     head: Callable[[], Mapping[str, str]]  # Makes the extra headers at the start of the response.
     blocked: bool = False
-    was_silent: bool = False  # Nothing was sent since the last look.
+    was_silent: bool = False  # Nothing was sent since the last call of `break_silence`.
     # Transport of the response, once it has begun.
     transport: asyncio.Transport | None = None
     _is_chunked: bool = False
-    _head: bytes = b""  # Head, until the first bytes are written.
+    _head: bytes = b""  # Head of the response, until it is written with the first bytes.
     _waiting: tuple[Callable[[], None], ...] = ()
     _patience: asyncio.TimerHandle | None = None
     _gone: str | None = None

@@ -25,13 +25,14 @@ from kvrs.proxy.streams.tokenizer import LazyTokenizer
 
 log = logging.getLogger(__name__)
 
-# Victims of one death that call in one turn of the event loop: about a millisecond's work. With one
-# per turn, the last would call when nearly all answers to the others are handled.
+# Number of streams, cut by one death, that call in one turn of the event loop: about a
+# millisecond's work. With one per turn, the last stream would call when nearly all answers to the
+# others are handled.
 CALLS_IN_TURN = 8
 
 
 class AttemptContext:
-    """State that all attempts of a proxy share, and the processes that they call."""
+    """State that all attempts of a proxy share, and the engines and agents that they call."""
 
     def __init__(
         self,
@@ -55,16 +56,18 @@ class AttemptContext:
         self.slots = SlotSender(control.slots, agent_backends)
         self.hand_offs = GivenUpHandOffs(control.instances, backends, metrics.hand_offs, clock)
         self.turns = asyncio.Semaphore(CALLS_IN_TURN)
-        # Treats an instance's silence as its end; False: the silence is too short.
+        # Functions by instance that treat its silence as its end, and return False if the silence
+        # is too short for that.
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
-        self.busy_status = 503  # Status of the last busy answer of any instance.
+        # HTTP status of the last busy answer of any instance; 503 before the first.
+        self.busy_status = 503
         self.clock = clock
         self._recoveries = recoveries
         self._metrics = metrics
 
     @property
     def penalises_chats(self) -> bool:
-        """The model's own defaults give chats a `repetition_penalty`."""
+        """Return whether the model's own defaults give chats a `repetition_penalty`."""
         return self._files.default_sampling.get("repetition_penalty", 1) != 1
 
     def suspect_instance(self, instance: InstanceId) -> bool:
@@ -104,11 +107,13 @@ class AttemptContext:
                 else:
                     log.warning("attempt failed", extra=extra)
                     self._metrics.failures.labels(instance).inc()
-        live.task = None  # The reporting task is the stream's own.
+        # The task that reports here is ending by itself, so it must not be cancelled.
+        live.task = None
         self.control.attempt_over(live, event, self.clock())
 
     def completed(self, live: OpenStream) -> None:
-        # The task still reads the last bytes of the response, so that the connection can be reused.
+        # Do not cancel the task: it still reads the last bytes of the response, so that the
+        # connection can be reused.
         live.task = None
         self.control.end(live, Complete(), self.clock())
 
@@ -119,7 +124,9 @@ class AttemptContext:
 
 
 def blame_refusers(metrics: Metrics, live: OpenStream) -> None:
-    """Count the refusals of a request that is not known to be at fault as failures."""
+    """Count the refusals of a request that turned out not to be at fault as failures of the
+    instances.
+    """
     for instance in live.refused_by:
         extra = {"stream": live.id, "instance": instance}
         log.warning("refused a request that is not at fault", extra=extra)

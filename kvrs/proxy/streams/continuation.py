@@ -12,17 +12,17 @@ from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.wire.journal import Journal
 from kvrs.text.output import OutputText, StopStrings, TextDelta
 
-# Upper bound of the difference between an engine's detokeniser and kvrs's, beyond text held back
-# for a stop string.
+# Most characters by which an engine's detokeniser may differ from kvrs's, beyond text held back for
+# a stop string.
 _MOST_CHARACTERS_HELD = 8
 
-# Number of the client's characters if unknown: more than any output, so that another proxy's text
-# machine skips nothing.
+# Stands for an unknown number of characters that the client has: more than any output, so that
+# another proxy's text machine skips nothing.
 _UNKNOWN_SENT = 1 << 40
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Text and ids that some output ids add to the stream; `token_ids` are those up to its end."""
+    """Ids that an engine adds to the stream, up to the stream's end, and the text that they add."""
 
     token_ids: list[int]
     delta: TextDelta
@@ -47,13 +47,13 @@ class Continuation:
             max(map(len, journal.parsed.request.stop_strings), default=0) + _MOST_CHARACTERS_HELD
         )
         sent = written if journal.text_sent is None else journal.text_sent
-        # If an engine has sent text that does not belong to these ids (vLLM the prompt's, if that
-        # ends within a character), nothing is skipped: a wrong piece is better than a missing one.
-        # Characters sent before the cut.
+        # Number of characters sent before the cut. If an engine has sent text that does not belong
+        # to these ids (vLLM sends the prompt's last character, if the prompt ends within it),
+        # nothing is skipped: wrong text is better than missing text.
         self.sent = sent if sent <= written + held_back else written
         self._lacks = replayed.delta.text[self.sent :]
         self._skips = max(0, self.sent - written)
-        # The engine found the end, and died before sending it.
+        # The former engine has generated the end, and died before sending it.
         self.ended = replayed.finish_reason is not None
         self._ended_by = replayed.stop_reason
 
@@ -104,8 +104,9 @@ class Continuation:
 
 
 class EngineText:
-    """A continuation without a tokenizer: the engine's own text follows the client's. Inexact: text
-    that the former engine held back is lost, and a stop string across the cut is not seen.
+    """A continuation without a tokenizer: the engine's own text follows the text that the client
+    has. Inexact: text that the former engine held back is lost, and a stop string across the cut is
+    not seen.
     """
 
     ended = False
@@ -125,8 +126,8 @@ class EngineText:
         stop_reason: str | int | None,
         text: str = "",
     ) -> Piece:
-        """Pass `text` on, up to a stop string, because an engine that counts from the cut gets no
-        stop strings.
+        """Pass `text` on, up to a stop string. (The engine gets no stop strings, because it would
+        look for them only from the cut on.)
         """
         offsets = [self._characters] * len(token_ids)
         self._characters += len(text)

@@ -40,7 +40,9 @@ from kvrs.proxy.wire.requests import CURRENT
 
 log = logging.getLogger(__name__)
 
-_REFUSED_RETRY_S = 10.0  # Retry delay of clients: an operator must repair the instances first.
+# `Retry-After` for clients if every instance is refused: an operator must repair the instances
+# first.
+_REFUSED_RETRY_S = 10.0
 _STATUS = {
     act.Reason.NO_INSTANCE: 503,
     act.Reason.OVERLOADED: 503,
@@ -48,14 +50,15 @@ _STATUS = {
     act.Reason.RETRIES: 502,
     act.Reason.DENIED: 502,
     act.Reason.INEXACT: 502,
-    # Not a 5xx: clients repeat these, and must not repeat a request that kills instances.
+    # Not a 5xx: clients repeat requests after a 5xx, and must not repeat a request that kills
+    # instances.
     act.Reason.POISON: 422,
 }
 _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
 
-# A repeated request fails likewise.
+# Reasons for which clients are told not to repeat a request: it would fail likewise.
 _NOT_AGAIN = (act.Reason.POISON, act.Reason.DENIED)
-# Refusals of new requests, which are counted but not logged individually.
+# Reasons of refusals of new requests, which are counted but not logged individually.
 _SHED = (act.Reason.OVERLOADED,)
 
 
@@ -82,7 +85,7 @@ class Driver:
         self.agent_backends = agent_backends
         self.engine = config.cluster.backend
         self.request_timeout_s = config.proxy.request_timeout_s
-        # A proxy that replaces this one has another id.
+        # Id of this run of the proxy: a proxy that replaces this one has another id.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
         self.control = control = Control[OpenStream](
@@ -127,10 +130,8 @@ class Driver:
         """Output limit of a chat without `max_tokens`; None: the rest of the context."""
         return self._files.default_max_tokens if self.engine is Engine.VLLM else None
 
-    # Methods for watchers.
-
     async def identified(self) -> None:
-        # The instance may have named the model, whose tokenizer promises to clients depend on.
+        # The instance may have named the model, on whose tokenizer promises to clients depend.
         await self.tokenizer.found()
 
     def load_reported(self, report: LoadReport) -> None:
@@ -143,11 +144,10 @@ class Driver:
         else:
             self._metrics.agent_lost(known.id, death)
 
-    # Methods for streams.
-
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """Run one stream to its end; cancelling the caller ends the stream."""
-        # The stream comes from another proxy, or from a cut connection.
+        # The stream comes from another proxy, or from a cut connection, and cannot continue without
+        # ids.
         if journal.lacks_ids and not journal.finished:
             return Failed(502, error_body(NO_IDS, kind="server_error", code="inexact"))
         can_run = journal.output_ids or self.control.policy.members
@@ -179,7 +179,8 @@ class Driver:
             if live.task is not None:
                 live.task.begin()
             return await outcome
-        except BaseException:  # The client has left, or a bug: any other end has closed the stream.
+        # The client has left, or a bug has occurred: at any other end the stream is closed already.
+        except BaseException:
             self.control.close(live, self.clock())
             raise
         finally:
@@ -191,12 +192,12 @@ class Driver:
             self.context.fail(live, out_of_time("first token", self.request_timeout_s))
 
     def end_early(self, stream: StreamId, failure: Failed) -> None:
-        """End it for a reason of the proxy's own; nothing happens if it has ended."""
+        """End a stream for a reason of the proxy's own; do nothing if it has ended."""
         if (live := self.streams.get(stream)) is not None:
             self.context.fail(live, failure)
 
     async def close(self) -> None:
-        """End every stream with an explicit error, and wait for what runs on their behalf."""
+        """End every stream with an explicit error, and wait for the tasks of all streams."""
         for handle in self._wakes:
             handle.cancel()
         body = error_body("the proxy is shutting down", kind="server_error", code="shutting_down")
@@ -212,19 +213,18 @@ class Driver:
         await self.context.slots.close()
         await self.context.hand_offs.close()
 
-    # Methods of `Shell`: actions of the core.
-
     def begin_attempt(self, live: OpenStream, plan: act.Plan, *, gives_end: bool = False) -> None:
         if not gives_end:
             phase = StreamPhase.DECODE if plan.prefill is None else StreamPhase.PREFILL
             live.enter(phase, plan.prefill or plan.decode)
-        # The stream of a client that has just left ends when its own task runs.
+        # The client has just left: its stream ends when the stream's own task runs.
         if live.outcome.done():
             return
         work = AttemptCalls(live, plan, self.context).run(gives_end=gives_end)
         live.task = task = EagerTask(work, self._task_ended)
         self._tasks[task] = live
-        # Decisions that belong together are performed first.
+        # The task of a stream that is opening begins in `run`, after all decisions that belong
+        # together.
         if not live.is_opening:
             task.begin_soon()
 
@@ -350,6 +350,6 @@ class Driver:
 
 
 def out_of_time(what: str, limit_s: float | None) -> Failed:
-    """Failure of a request by `proxy.request_timeout_s`."""
+    """Failure of a request that got no `what` within `proxy.request_timeout_s`, here `limit_s`."""
     message = f"no {what} came within {limit_s:g} s (proxy.request_timeout_s)"
     return Failed(504, error_body(message, kind="server_error", code="timeout"))

@@ -19,12 +19,14 @@ from kvrs.process.logs import old_parts
 
 log = logging.getLogger(__name__)
 
-_WRITE_INTERVAL_S = 0.5  # Interval of writes: a killed process loses this time's events.
-_MOST_PENDING = 200_000  # Number of waiting lines from which the disk counts as dead.
+# Interval of writes; a killed process loses the events since the last write.
+_WRITE_INTERVAL_S = 0.5
+# Number of waiting lines above which the disk counts as dead, and the log ends.
+_MOST_PENDING = 200_000
 
-EVENT_LOG_BYTES = 1 << 30  # Most bytes of a proxy's log with its older parts.
-_PARTS = 16  # Least number of parts that fit into the log.
-_MOST_PART_BYTES = 32 << 20  # Most bytes of a part, compressed in about half a second.
+EVENT_LOG_BYTES = 1 << 30  # Most bytes of a proxy's log, with its older parts.
+_PARTS = 16  # Least number of parts that fit into the log's size.
+_MOST_PART_BYTES = 32 << 20  # Most bytes of a part, which compresses in about half a second.
 COMPRESS_LEVEL = 1
 
 _Record = tuple[float, float, ev.Event, Sequence[act.Action]]
@@ -65,7 +67,7 @@ class EventLog:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="event-log")
 
     def open(self) -> None:
-        """Lock the log and begin part 1; earlier noted events are written to it.
+        """Lock the log and begin part 1; events noted before are written to it.
 
         Raises:
             ConfigError: another process writes this log, or the log cannot be written.
@@ -124,7 +126,7 @@ class EventLog:
             assert self._file is not None
             self._file.flush()
         except OSError as error:
-            # A log with a gap cannot be rerun.
+            # A log with a gap cannot be rerun, so the log ends here.
             self._give_up(str(error.strerror))
 
     def _begin_part(self) -> None:

@@ -30,22 +30,22 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.proxy.backends.backend import Backend, RefusedError
 
-# Bounds of the background work: requests at a time, and waiting hand-offs.
+# Most requests at a time, and most waiting hand-offs.
 AT_A_TIME = 16
 MOST_WAITING = 256
-# Default of `kv_lease_duration`, after which nothing remains to be freed.
+# Default of vLLM's `kv_lease_duration`, after which vLLM has freed the blocks by itself.
 LEASE_S = 30.0
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 1.0
 
 
 class Freed(StrEnum):
-    """End of a given-up hand-off."""
+    """End of a given-up hand-off's blocks, as a label of its counter."""
 
     FREED = "freed"
     EXPIRED = "expired"  # No decode instance accepted the request before the lease ended.
     GONE = "gone"  # The prefill instance was lost with its blocks.
-    DROPPED = "dropped"  # Too many hand-offs were waiting.
+    DROPPED = "dropped"  # More than MOST_WAITING hand-offs were waiting.
 
 
 def given_up_counter(registry: CollectorRegistry) -> Counter:
@@ -89,7 +89,7 @@ class GivenUpHandOffs:
     def add(
         self, source: InstanceId, transfer: msgspec.Raw, history: "array[int]", prefilled_s: float
     ) -> None:
-        """Add a hand-off of `prefilled_s` that an attempt has given up."""
+        """Add a hand-off that prefill made at `prefilled_s`, and that an attempt has given up."""
         if len(self._waiting) >= MOST_WAITING:
             self._counter.labels(Freed.DROPPED).inc()
             return
@@ -133,8 +133,8 @@ class GivenUpHandOffs:
         return Freed.EXPIRED
 
     def _target(self, source: Member, tried: InstanceId | None) -> Member | None:
-        """The least loaded decode instance that can fetch from `source`, preferably not the last
-        tried one.
+        """Return the least loaded decode instance that can fetch from `source`, preferably not
+        `tried`; None: no such instance.
         """
         now_s = self._clock()
         able = [

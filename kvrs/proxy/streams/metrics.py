@@ -43,7 +43,9 @@ OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
 
 def _requests(registry: CollectorRegistry) -> dict[str, Tally]:
-    """The series of one counter, looked up once, because every request counts."""
+    """Return the series of the counter of requests by outcome, looked up once because every request
+    counts.
+    """
     counter = TallySeries(
         "kvrs_requests", "Requests of clients by outcome.", registry=registry, labels=["outcome"]
     )
@@ -51,7 +53,7 @@ def _requests(registry: CollectorRegistry) -> dict[str, Tally]:
 
 
 class Metrics:
-    """All series. Series with known labels exist from the start."""
+    """All Prometheus series of a proxy. Series with known labels exist from the start."""
 
     def __init__(
         self, workers: Iterable[InstanceId] = (), agents: Iterable[InstanceId] = ()
@@ -59,7 +61,7 @@ class Metrics:
         self.registry = process_registry()
         counter = partial(Counter, registry=self.registry)
         durations = partial(durations_of, self.registry, buckets=SECONDS)
-        self.requests = _requests(self.registry)  # Requests by outcome.
+        self.requests = _requests(self.registry)  # Numbers of finished requests by outcome.
         self.resumes = counter(
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
         )
@@ -119,7 +121,7 @@ class Metrics:
         self._task_failures.labels(kind).inc()
 
     def worker_lost(self, worker: InstanceId, cause: DeathCause, silent_s: float) -> None:
-        """Count a lost process. `silent_s`: time since its last sign of life."""
+        """Count a lost process. `silent_s`: time since the process's last sign of life."""
         self._deaths.labels(worker, cause).inc()
         self._notice.observe(silent_s)
 

@@ -22,7 +22,7 @@ class Failed(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     retry_after_s: float | None = None
-    rejected: bool = False  # The request is at fault, not the cluster.
+    rejected: bool = False  # The request is at fault, not an instance or the proxy.
 
 
 Outcome = Complete | Failed
@@ -31,7 +31,7 @@ Outcome = Complete | Failed
 class StreamPhase(StrEnum):
     """Phase of a stream, as shown to people."""
 
-    WAITING = "waiting"  # No attempt is running, or the stream has no place yet.
+    WAITING = "waiting"  # No attempt is running, or the attempt waits for a place at an instance.
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -47,17 +47,23 @@ class OpenStream(LiveStream):
     outcome: asyncio.Future[Outcome]
     clock: Callable[[], float]
     phase: StreamPhase = StreamPhase.WAITING
-    instance: InstanceId | None = None  # Instance that runs the stream.
-    entered_s: float  # Start of the current phase.
-    is_opening: bool = True  # The decision about the first attempt is being performed.
-    # Time in each earlier phase over all attempts, in the order of the phases.
+    # Instance that runs the current phase; None: the stream waits.
+    instance: InstanceId | None = None
+    entered_s: float  # Time at which the current phase began.
+    # The core still decides about the first attempt, whose task begins afterwards.
+    is_opening: bool = True
+    # Seconds spent in each phase before the current phase began, over all attempts, in the order of
+    # the phases.
     spent_s: "array[float]" = field(default_factory=_NOTHING.__copy__)
     task: EagerTask[None] | None = None
-    decoded_by: TestedProcess | None = None  # Process that gave the latest output.
-    # Makes the current attempt report its next token as if it were its first.
+    # Process that computed the latest output; None: no output yet, or an untested process.
+    decoded_by: TestedProcess | None = None
+    # Makes the current attempt report its next token as if it were its first; None: no decode call
+    # runs.
     expect_token: Callable[[], None] | None = None
-    refusal: Failed | None = None  # Latest refusal by an instance, for the client if it stands.
-    # Instances that refused the request, until the fault is known.
+    # Latest refusal by an instance, which the client gets if no other instance takes the request.
+    refusal: Failed | None = None
+    # Instances that refused the request, kept until the request or the instances prove at fault.
     refused_by: tuple[InstanceId, ...] = ()
 
     def enter(self, phase: StreamPhase, instance: InstanceId | None) -> None:
@@ -68,7 +74,7 @@ class OpenStream(LiveStream):
         self.phase, self.instance = phase, instance
 
     def phase_seconds(self, now_s: float) -> dict[StreamPhase, float]:
-        """Time in each phase over all attempts."""
+        """Return the seconds spent in each phase until now, over all attempts."""
         spent = dict(zip(_PLACES, self.spent_s, strict=True))
         spent[self.phase] += now_s - self.entered_s
         return spent

@@ -21,14 +21,14 @@ from kvrs.proxy.wire.requests import RequestContext
 log = logging.getLogger(__name__)
 
 KEPT = 1000
-# In order: the first token came; the stream was decided again; no slot at the target; the stream
-# ended before.
+# Outcomes, in order: the first token came; the stream was decided again; the target had no slot;
+# the stream ended before.
 OUTCOMES = ("resumed", "failed", "denied", "ended")
 
 
 @dataclass(slots=True, eq=False)
 class Recovery:
-    at_s: float  # Unix time, for people.
+    at_s: float  # Unix time of the decision, for people.
     stream: StreamId
     attempt: int
     option: Option
@@ -38,15 +38,18 @@ class Recovery:
     predicted_s: float
     estimates: tuple[Estimate, ...]
     produced_tokens: int
-    decided_s: float  # Monotonic time, like `last_write_s`.
+    decided_s: float  # Monotonic time of the decision, by the clock of `last_write_s`.
     last_write_s: float | None
-    raw_s: float | None = None  # Predicted time before correction; known once resumed.
-    regret_s: float | None = None  # Real cost beyond the best other prediction.
-    real_s: float | None = None  # Time from the decision to the first new token.
+    # Predicted time of this recovery before its correction; None: not resumed yet.
+    raw_s: float | None = None
+    # Real cost minus the best prediction for another option; None: not resumed yet.
+    regret_s: float | None = None
+    # Time from the decision to the first new token; None: not resumed yet.
+    real_s: float | None = None
     gap_s: float | None = (
         None  # Time from the last token before to the first after; None: no earlier token.
     )
-    source: InstanceId | None = None  # First source of fetched KV, or STORE.
+    source: InstanceId | None = None  # First source of fetched KV, or STORE; None: no fetch.
     outcome: str = "running"  # "running", then one of `OUTCOMES`.
     owner_epoch: int = 0
     # Tokens of the history that the target fetched and used, and that it computed, by its own
@@ -94,7 +97,9 @@ def _short(seconds: float) -> float:
 
 
 class RecoveryLog:
-    """The latest recoveries, oldest first. `settled` is called once for each known outcome."""
+    """The latest recoveries, oldest first. `settled` is called once for each recovery whose outcome
+    is known.
+    """
 
     def __init__(
         self,
@@ -111,7 +116,7 @@ class RecoveryLog:
         self.entries: deque[Recovery] = deque(maxlen=KEPT)
 
     def close(self) -> None:
-        """Write waiting lines."""
+        """Write the waiting lines."""
         self._lines.write()
 
     def decided(self, action: act.Recovered, live: OpenStream) -> None:
@@ -143,7 +148,7 @@ class RecoveryLog:
         self.entries.append(recovery)
 
     def redirected(self, live: OpenStream) -> None:
-        """Note another decode instance of the recovery."""
+        """Note that the attempt of a recovery has moved to another decode instance."""
         if (recovery := self.running.get(live.id)) is not None and (plan := live.attempt.plan):
             recovery.target = plan.decode
 
@@ -157,7 +162,7 @@ class RecoveryLog:
         recovery = self.running.get(stream)
         if recovery is None or recovery.attempt != attempt:
             return
-        # A token from before a re-forming settles nothing.
+        # The token is from before the re-forming, and says nothing about the recovery.
         if recovery.option.stays and recovery.raw_s is None:
             return
         now_s = self._clock()

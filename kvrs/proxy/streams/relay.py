@@ -49,8 +49,8 @@ from kvrs.proxy.wire.sse import (
 )
 from kvrs.proxy.wire.upstream import Need, Shortcut
 
-# Most attempts to derive a template, at the start and within so many tokens: a chat moves from its
-# reasoning to its text and to its tool calls.
+# Most events from which a template is derived at the start, and one more for each
+# _TOKENS_PER_LESSON tokens: a chat moves from its reasoning to its text and to its tool calls.
 _MOST_LESSONS = 4
 _TOKENS_PER_LESSON = 16
 _MOST_TEMPLATES = 4  # Most templates of a stream; the oldest is dropped.
@@ -76,7 +76,8 @@ class Relay(AnswerReader):
 
     `resumed` is called at the attempt's first new token or end, and again after each
     `expect_token`. With a `continuation` the relay makes the client's events from the engine's ids
-    or text; otherwise they are the engine's own, with `replays` without those that the client has.
+    or text; otherwise it passes on the engine's own events, and drops with `replays` what the
+    client already has.
     """
 
     __slots__ = (
@@ -120,14 +121,15 @@ class Relay(AnswerReader):
         self._most_tokens = inf if request.max_tokens is None else request.max_tokens
         self._splitter, self._form = EventSplitter(), EventForm()
         self._templates: list[EventTemplate] = []  # Templates, newest first.
-        # Path of events that fit the templates, reached by `shortcut`.
+        # Fast path of events that fit the templates, reached by `shortcut`; None: not made yet.
         self._path: TokenPath | None = None
         self._counts_each = request.stream_options is not None and request.wants_each_usage
         self._lessons = 0  # Number of events tried as templates.
         self._is_first = not journal.output_ids
         self._sees_all = continuation is None and (self._is_first or replays)
         self._first_event = True
-        # Events of a later attempt have another time of creation, which must be exchanged.
+        # The events have another head (another time of creation) than the stream, which replaces
+        # it.
         self._foreign_head = False
         self._head_bytes = 0
         self._noted = False
@@ -162,7 +164,7 @@ class Relay(AnswerReader):
         return Need.END if self._continuation is None else Need.NOTHING
 
     def _find_shortcut(self) -> Shortcut | None:
-        """The path of usual tokens, with known templates."""
+        """Return the fast path of tokens by the templates known now."""
         if self._splitter.rest or self._journal.last_write_s is None:
             return None
         if self._path is None:
@@ -195,20 +197,20 @@ class Relay(AnswerReader):
             self._client.when_free(self._resume)
 
     def _resume(self) -> None:
-        # The connection of a finished attempt may serve another one.
+        # Do not resume the connection of a finished attempt: it may serve another attempt.
         if self.flow is not None and not self.is_complete:
             self.silence.heard_s = self._clock()  # The silence until now was this proxy's fault.
             self.flow.resume()
 
     def expect_token(self) -> None:
-        """Report the next token by `resumed` again."""
+        """Report the next token by `resumed` again, like a first token."""
         self._noted = False
         if self._path is not None:
             self._path.close()
             self._path = self.shortcut = None
 
     def leave(self) -> None:
-        """Note the end of the call."""
+        """Note that the decode call has ended."""
         self.flow = self._path = self.shortcut = None
 
     def end_alone(self) -> None:
@@ -221,8 +223,8 @@ class Relay(AnswerReader):
         self._client.send([self._counted(event) if self._counts_each else event])
 
     def _counted(self, event: bytes) -> bytes:
-        """The event with the stream's counts so far over all attempts; the last event has counts of
-        its own.
+        """Return the event with the stream's usage so far, over all attempts; the usage event at
+        the end stays as it is.
         """
         journal = self._journal
         return event if journal.usage_sent else with_usage(event, journal.usage_so_far)
@@ -275,7 +277,9 @@ class Relay(AnswerReader):
         return done
 
     def _take(self, data: bytes) -> bytes | None:
-        """Append one event to the journal; return the client's form of it, if any."""
+        """Append the ids of one event to the journal; return the event as the client gets it (None:
+        the client gets nothing).
+        """
         usual = self._form.usual(data)
         found = None if self._reads_all else next_token_ids(usual)
         if found is None:
@@ -290,8 +294,8 @@ class Relay(AnswerReader):
         return event
 
     def _may_learn(self) -> bool:
-        """The event may become a template of the token path: it is passed on as the engine sends
-        it.
+        """Return whether an event may become a template of the token path: this stream passes usual
+        events on as the engine sends them.
         """
         journal = self._journal
         most = _MOST_LESSONS + len(journal.output_ids) // _TOKENS_PER_LESSON
@@ -306,11 +310,13 @@ class Relay(AnswerReader):
     def _learn(self, data: bytes) -> None:
         for known in self._templates:
             if known.read(data, 0, len(data)) is not None:
-                return  # The event arrived in several reads.
+                # The template is known; the event came here because it arrived in several reads.
+                return
         self._lessons += 1
         # The head may differ in length from the first event's.
         template = EventTemplate.of(data, self._head_bytes)
-        # Parts beside the text are counted from the first event with characters of one.
+        # Parts beside the text are counted only after the first event with characters of such a
+        # part.
         is_begun = not self._counts_text or self._journal.parsed_sent is not None
         if template is not None and (is_begun or template.part in (None, TEXT)):
             self._templates = [template, *self._templates[: _MOST_TEMPLATES - 1]]
@@ -326,7 +332,8 @@ class Relay(AnswerReader):
             _raise_error_event(event.error)
         if not event.choices:
             return self._take_usage(data, event)
-        if event.choices[0].token_ids and TOKEN_IDS not in data:  # The key is written with escapes.
+        # The key `token_ids` is written with escapes, so the byte search has not found it.
+        if event.choices[0].token_ids and TOKEN_IDS not in data:
             data = self._form.rewritten(data)
         return self._take_choice(data, event.choices[0])
 
@@ -371,13 +378,14 @@ class Relay(AnswerReader):
             self._count_parsed(choice)
 
     def _count_parsed(self, choice: ReceivedChoice) -> None:
-        """Count characters of a parsed message, which only the engine's parser can continue."""
+        """Count the characters of a parsed message, which only the engine's parser can continue."""
         journal = self._journal
         if journal.parsed_sent is None:
             journal.parsed_sent = Counter()
             if journal.replays is not Replays.NOWHERE and "messages" not in journal.replayed:
                 journal.replayed = (*journal.replayed, "messages")
-                self._noted = False  # The policy learns this with the next token.
+                # The next token is reported again, so that the policy learns of the replay.
+                self._noted = False
             if journal.replays is not Replays.ALWAYS and "messages" not in journal.inexact:
                 journal.inexact = (*journal.inexact, "messages")
         try:
@@ -411,8 +419,9 @@ class Relay(AnswerReader):
         return event
 
     def _take_usage(self, data: bytes, event: ReceivedChunk) -> bytes | None:
-        """The usage event, with the proxy's own counts: a decode instance does not know prefill's
-        cached tokens. Other facts of an engine are kept if it has seen the whole stream.
+        """Return the usage event with the proxy's own counts: a decode instance does not know
+        prefill's cached tokens. Other facts of an engine are kept if that engine has seen the whole
+        stream.
         """
         journal = self._journal
         if event.usage is None or not journal.finished:
@@ -444,7 +453,8 @@ class Relay(AnswerReader):
             elif journal.prompt_ids is None:
                 journal.prompt_ids = journal.parsed.tokenised(prompt_ids_of(data))
                 journal.parsed.pack()
-            # Prompt ids belong to the stream's first event; a later attempt's are the history.
+            # Prompt ids belong to the stream's first event; a later attempt's prompt ids include
+            # output.
             if journal.head is not None or not self._wants_ids:
                 data = cut_list(data, PROMPT_TOKEN_IDS)
             journal.head = journal.head or head
@@ -457,7 +467,7 @@ class Relay(AnswerReader):
 
 
 def _continued(received: ReceivedChoice, piece: Piece) -> Any:
-    """Log probabilities of the counted ids, with their offsets in the whole output."""
+    """Return the log probabilities of the piece's ids, with their offsets in the whole output."""
     try:
         found = received.logprob_lists()
     except UNREADABLE:

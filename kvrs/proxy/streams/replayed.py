@@ -11,17 +11,18 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import REASONING, TEXT, all_parts, arguments_of, name_of
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, prompt_ids_of
 
-_REASONING = (REASONING, "reasoning_content")  # Two names of one field.
+# Two names of the reasoning; engines send one or both, with the same text.
+_REASONING = (REASONING, "reasoning_content")
 
 
 class ReplayedOutput:
-    """Removes from one attempt's events what the client already has."""
+    """Removes from the events of a replaying attempt what the client already has."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._known = journal.output_ids[:]
         self._at = 0
-        # Characters that the replay still repeats, by part.
+        # Number of characters that the replay has yet to repeat, by part of the message.
         self._owed = Counter(journal.parsed_sent or {})
         self._owed[TEXT] = journal.text_sent or 0
 
@@ -30,7 +31,7 @@ class ReplayedOutput:
         return self._at == len(self._known) and not any(self._owed.values())
 
     def take(self, data: bytes, choice: ReceivedChoice) -> tuple[bytes, ReceivedChoice] | None:
-        """The new part of an event; None: nothing new.
+        """Return the new part of an event; None: nothing is new.
 
         Raises:
             UpstreamError: the engine generates different output.
@@ -56,7 +57,9 @@ class ReplayedOutput:
         return (data, rest) if is_new else None
 
     def _check_prompt(self, data: bytes) -> None:
-        """Check the prompt: a template that contains the time of day renders another one."""
+        """Check that the replay has the stream's prompt: a template with the time of day renders
+        another.
+        """
         if PROMPT_TOKEN_IDS in data and prompt_ids_of(data) != self._journal.prompt_ids:
             raise UpstreamError("rendered another prompt")
 
@@ -84,11 +87,11 @@ class ReplayedOutput:
                 del delta["tool_calls"]
 
     def _cut_call(self, call: dict[str, Any]) -> bool:
-        """Cut a part of a tool call; return whether something is left."""
+        """Remove what the client has from a piece of a tool call; return whether any is left."""
         index, function = call.get("index", 0), call.get("function") or {}
         if name := function.get("name"):
             if self._rest(name_of(index), name):
-                return True  # A call with an id is new.
+                return True  # The client has not this call's name yet, so the whole piece is new.
             for each in ("id", "type"):
                 call.pop(each, None)
             function["name"] = None

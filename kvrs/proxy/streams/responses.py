@@ -36,14 +36,14 @@ _HEAD = msgspec.json.Decoder(_Head)
 
 
 class Parsers:
-    """Parsers that engines have shown to use, beyond those that requests imply."""
+    """Parsers that engines were seen to use, beyond those that requests imply."""
 
     reasoning = False
 
 
 class WholeClient:
-    """Collects one choice. The engine streams it, so that it can recover too, or answers in one
-    piece (`whole_answers.py`).
+    """Collects one choice of an unstreamed response. The engine streams the choice, so that it can
+    recover too, or answers in one piece (`whole_answers.py`).
     """
 
     blocked = False
@@ -55,7 +55,8 @@ class WholeClient:
 
     def __init__(self, parsers: Parsers | None = None) -> None:
         self._parsers = parsers or Parsers()
-        self._whole: dict[str, Any] | None = None  # The choice as the engine gave it in one piece.
+        # The choice as the engine gave it in one piece; None: collected from events.
+        self._whole: dict[str, Any] | None = None
         self._texts: list[str] = []
         self._reasoning: dict[str, list[str]] = {"reasoning_content": [], "reasoning": []}
         self._calls: dict[int, _Call] = {}
@@ -71,7 +72,7 @@ class WholeClient:
                 self._take(choice)
 
     def choice(self, journal: Journal, index: int, echo: str | None) -> dict[str, Any]:
-        """The finished choice, with its keys in the order of the embedded engine."""
+        """Return the finished choice, with its keys in the order of the embedded engine."""
         made: dict[str, Any]
         if self._whole is not None:
             return {"index": index, **self._whole}
@@ -144,7 +145,7 @@ def answer(
     clients: Sequence[WholeClient],
     echoes: Sequence[str | None],
 ) -> bytes:
-    """Body of a response whose choices are all complete."""
+    """Make the body of a response whose choices are all complete."""
     first = journals[0]
     assert first.head is not None
     head = _HEAD.decode(first.head + b"}")
@@ -170,8 +171,8 @@ def answer(
 
 
 def total_usage(journals: Sequence[Journal]) -> tuple[Mapping[str, Any], EngineFacts]:
-    """Usage of all choices together, with the engines' facts; a prompt shared by several choices
-    counts once, by its first choice.
+    """Return the usage of all choices together, with the engines' facts; a prompt shared by several
+    choices counts once, by its first choice.
     """
     firsts = list({id(journal.parsed): journal for journal in reversed(journals)}.values())
     prompt = sum(journal.usage.prompt_tokens for journal in firsts)

@@ -65,7 +65,7 @@ class RequestTrace:
         self._journals: list[Journal] = []
 
     def opened(self, journal: Journal) -> None:
-        """Note a begun stream of the request."""
+        """Note that a stream of the request has begun."""
         self._journals.append(journal)
 
     def call(self, name: str, instance: InstanceId, journal: Journal) -> CallSpan:
@@ -79,7 +79,7 @@ class RequestTrace:
         )
 
     def recovered(self, recovery: "Recovery", now_s: float) -> None:
-        """Note an ended recovery. `now_s` is by the recovery's clock."""
+        """Send the span of an ended recovery. `now_s` is by the recovery's clock."""
         begun_ns = round(recovery.at_s * _NS)
         facts: dict[str, AttributeValue] = {
             f"kvrs.recovery.{name}": value for name, value in recovery.facts().items()
@@ -117,8 +117,8 @@ class RequestTracer:
         self.close = sender.close
 
     def begin(self, context: RequestContext, method: str) -> None:
-        """Begin the span of a request, the parent of its calls, or tell its engines that it has
-        none.
+        """Begin the span of a request, the parent of its calls. `traceparent` tells the engines of
+        the span, also that an untraced request has none.
         """
         above = _extract({} if context.traceparent is None else {TRACEPARENT: context.traceparent})
         facts = {"http.request.method": method, "kvrs.request.id": context.id}

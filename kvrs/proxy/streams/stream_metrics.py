@@ -20,19 +20,22 @@ SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-# Bounds for whole streams and for the first tokens of long prompts.
+# Upper bounds of buckets for whole streams and for the first tokens of long prompts.
 LONG_SECONDS = (*SECONDS, 120.0, 240.0, 480.0)
 _TOKEN_SECONDS = (
     *(0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
 )
 
-# `other`: any further reason of an engine; `none`: the stream ended without a reason.
+# Labels by finish reason. `other`: any further reason of an engine; `none`: the stream ended
+# without a reason.
 FINISH_REASONS = ("stop", "length", "tool_calls", "other", "none")
 
 
 class Durations:
-    """Observations of one series, in buckets with these upper bounds."""
+    """Durations of one series, counted in buckets with the upper bounds `bounds`, and above the
+    last.
+    """
 
     __slots__ = ("bounds", "counts", "sum_s")
 
@@ -47,7 +50,7 @@ class Durations:
 
 
 class Tally:
-    """One series of a counter or a gauge."""
+    """The value of one series of a counter or a gauge."""
 
     __slots__ = ("value",)
 
@@ -56,7 +59,7 @@ class Tally:
 
 
 class TallySeries(Collector):
-    """A counter or gauge without locks: every stream changes it six times."""
+    """A counter or gauge without locks, because every stream changes it six times."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class TallySeries(Collector):
         registry.register(self)
 
     def of(self, *values: str) -> Tally:
-        """The series with these label values, which exists from now on."""
+        """Return the series with these label values; it exists from now on."""
         return self._tallies.setdefault(values, Tally())
 
     def collect(self) -> Iterator[Metric]:
@@ -88,7 +91,7 @@ class TallySeries(Collector):
 
 
 class DurationSeries(Collector):
-    """A histogram without locks: every stream ends with seven observations."""
+    """A histogram without locks, because every stream ends with seven observations."""
 
     def __init__(
         self,
@@ -181,7 +184,8 @@ class StreamMetrics:
         interval_s = mean_interval_s(first_s, journal.last_write_s, len(journal.output_ids))
         if interval_s is not None:
             found.append((self._tpot, interval_s))
-        # A stream resumed from another proxy arrived there, and had its first token there.
+        # A stream resumed from another proxy arrived there and had its first token there, so this
+        # proxy lacks the times.
         if not journal.owner_epoch:
             self._prompt_tokens.value += len(journal.prompt_ids or ())
             if first_s is not None:
@@ -196,7 +200,7 @@ class StreamMetrics:
 def durations_of(
     registry: CollectorRegistry, name: str, documentation: str, *, buckets: Sequence[float]
 ) -> Durations:
-    """Durations of a histogram without labels."""
+    """Make a histogram without labels; return its only series."""
     series = DurationSeries(name, documentation, buckets=buckets, registry=registry)
     (found,) = series.by_value.values()
     return found

@@ -13,18 +13,18 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import TEXT
 
 _MOST_BYTES = 2048  # Largest chunk with its frame; an event of one token has a few hundred bytes.
-_MOST_TOKENS = 1 << 32  # Limit if the client names none.
+_MOST_TOKENS = 1 << 32  # Token limit for a request that names none.
 _DATA = b"data: "
 _END_OF_EVENT = b"\n\n"
 _END_OF_CHUNK = b"\r\n"
 _END = _END_OF_EVENT + _END_OF_CHUNK
-_NO_HEAD = b"\n"  # Bytes that no chunk begins with.
+_NO_HEAD = b"\n"  # Stands for a chunk's head where there is none: no chunk begins with these bytes.
 _BEGINNING = re.compile(rb"([1-9a-f][0-9a-f]{0,2})\r\n" + _DATA)
 
 
 def _heads() -> tuple[list[bytes], list[bytes]]:
-    """Heads of chunks by the size of the chunk; and heads with the start of an event, by the size
-    of the chunk with its frame.
+    """Return heads of chunks by the size of the chunk; and heads with the start of an event, by the
+    size of the chunk with its frame.
     """
     by_size, by_whole = [_NO_HEAD] * (_MOST_BYTES + 1), [_NO_HEAD] * (_MOST_BYTES + 1)
     for size in range(1, _MOST_BYTES + 1):
@@ -39,7 +39,7 @@ _HEAD_BY_SIZE, _BEGINNING_BY_WHOLE = _heads()
 
 
 class _Form:
-    """The client's form of one template's events."""
+    """The bytes that change when events of one template are written to the client."""
 
     __slots__ = ("end", "framing_bytes", "ids_bytes", "opening", "part", "read", "skipped_bytes")
 
@@ -49,7 +49,8 @@ class _Form:
         assert journal.head is not None
         self.read = template.read
         self.part = template.part
-        # Opening of the event, bytes between it and the ids, and end.
+        # `opening` replaces the event's first `skipped_bytes` if the client's head differs from the
+        # engine's; below 0: the event's own frame stays, too.
         data = _DATA if is_framed else b""
         self.opening, self.skipped_bytes = b"", -len(data)
         if template.before[:head_bytes] != journal.head:
@@ -61,7 +62,7 @@ class _Form:
 
 
 class TokenPath:
-    """The token path of one attempt at a stream."""
+    """Writes the usual tokens of one attempt to its client."""
 
     __slots__ = (
         *("_attempt", "_client", "_clock", "_counts_text", "_delivered", "_direct", "_form"),
@@ -82,8 +83,8 @@ class TokenPath:
         clock: Callable[[], float],
         wait_for_room: Callable[[], None],
     ) -> None:
-        """`head_bytes`: size of the events' head, which the stream's head replaces. `direct`: as in
-        `client`. `wait_for_room`: the relay's, called once the client is blocked.
+        """`head_bytes`: size of the events' head, which the stream's head replaces. `direct`: value
+        of `client.direct`. `wait_for_room`: the relay's method, called once the client is blocked.
         """
         self._journal = journal
         self._attempt = journal.attempt
@@ -102,13 +103,13 @@ class TokenPath:
         self._forms = [
             _Form(each, journal, head_bytes, is_framed=direct is not None) for each in templates
         ]
-        self._form = self._forms[0]  # Form of the last event.
+        self._form = self._forms[0]  # Form of the last event, tried first.
         self._is_only_form = len(self._forms) == 1
         # Bytes for the client while the chunks of one read are taken; None: each chunk is written.
         self._gathered: list[bytes] | None = None
 
     def close(self) -> None:
-        """Relay nothing more: the relay itself handles further reads."""
+        """Relay nothing more; the relay itself handles further reads."""
         self._most_tokens = 0
 
     def take(self, data: bytes) -> bytes:
@@ -151,7 +152,8 @@ class TokenPath:
             self._wait_for_room()
         self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
-        # Like `Journal.wrote`. An event before those of the template has been written.
+        # Like `Journal.wrote`, without its first case: an event before those of the template has
+        # been written.
         last_s, journal.last_write_s = journal.last_write_s, now_s
         assert last_s is not None
         if now_s - last_s > journal.longest_gap_s:
@@ -181,7 +183,7 @@ class TokenPath:
         return data[done:]
 
     def _take_any(self, chunk: bytes) -> bool:
-        """Take a chunk of any known form."""
+        """Take a chunk that fits any known form; return whether it does."""
         if not self.take(chunk):
             return True
         before = self._form
@@ -193,7 +195,7 @@ class TokenPath:
         return False
 
     def _count(self, part: str | None, characters: int) -> None:
-        """Count characters of a part, which `Relay._count_text` has begun to count."""
+        """Count the characters of a part, which `Relay._count_text` has begun to count."""
         journal = self._journal
         if part == TEXT:
             assert journal.text_sent is not None

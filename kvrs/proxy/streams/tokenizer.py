@@ -22,12 +22,15 @@ class LazyTokenizer:
 
     def __init__(self, files: ModelFiles) -> None:
         self.files = files
-        self.longest_token: int | None = None  # Length in characters; None: not known yet.
+        # Characters of the longest token; None: not known yet.
+        self.longest_token: int | None = None
         self._loading: asyncio.Task[Tokenizer] | None = None
 
     @property
     def available(self) -> bool:
-        """The tokenizer is available. If a vLLM names the model, it may be found later."""
+        """Return whether the model has a tokenizer; if a vLLM names the model, it may be found
+        later.
+        """
         return self.files.has_tokenizer
 
     async def check(self) -> None:
@@ -45,8 +48,8 @@ class LazyTokenizer:
             )
 
     async def found(self) -> None:
-        """Load a tokenizer that was found since the proxy's start; without one, or if it is
-        unreadable, do nothing.
+        """Load a tokenizer that was found since the proxy's start; without a tokenizer, or with an
+        unreadable file, do nothing.
         """
         if not self.available or self._loading is not None:
             return

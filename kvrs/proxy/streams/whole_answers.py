@@ -53,8 +53,8 @@ _ABSENT = (b"", b"null")
 
 
 def is_asked_whole(journal: Journal, *, parses_reasoning: bool) -> bool:
-    """The engine's two parsers may answer this request differently, and the client has nothing of
-    the answer yet.
+    """Return whether to ask for the answer in one piece: the engine's two parsers may answer this
+    request differently, and the client has nothing of the answer yet.
     """
     request = journal.parsed.request
     if not isinstance(request, ChatRequest) or journal.output_ids:
@@ -63,7 +63,7 @@ def is_asked_whole(journal: Journal, *, parses_reasoning: bool) -> bool:
 
 
 def ask_whole(call: Call) -> None:
-    """Request the answer of a decode call in one piece."""
+    """Make a decode call ask for its answer in one piece."""
     call.fields["stream"] = False
     call.fields.pop("stream_options", None)
 
@@ -126,8 +126,8 @@ class WholeAnswer(AnswerReader):
         self._completed()
 
     def _note(self, answer: _Answer, choice: _Choice) -> None:
-        """Write the answer to the journal. Raises UpstreamError, or the error of an unreadable
-        list.
+        """Write the answer to the journal. Raises UpstreamError, or the decoder's error for an
+        unreadable list.
         """
         journal, usage = self._journal, answer.usage
         if choice.finish_reason is None or choice.finish_reason in BROKEN_REASONS:

@@ -116,7 +116,7 @@ class ByteBudget:
 
 
 class RequestUsage(msgspec.Struct, eq=False):
-    """The share that one request holds until its block ends: bytes of the budget, and streams of its
+    """The share that one request holds until its block ends: bytes of the budget and streams of its
     tenant's limit. `meter` counts the tenant's streams; None: no limit.
     """
 
