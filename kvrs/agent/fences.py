@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=1.0)
 _RETRY_S = 0.5
-# Attempts per fence: a silent instance is dead, or is fenced completely when it runs again.
+# Number of times that a fence request is sent to an instance that does not answer: then the
+# instance is dead, or gets a complete fence when it runs again.
 _TRIES = 5
 
 
@@ -25,8 +26,8 @@ class FenceSender:
     """Sends fence requests to the instances of one node."""
 
     def __init__(self, *, can_fence: bool) -> None:
-        """`can_fence`: the instances have fences. vLLM has none: a load that comes late is of its
-        own request, by keys of its content.
+        """`can_fence`: the instances have fences. vLLM has none and needs none: a late load fills
+        only pages of its own request, by keys of their contents.
         """
         self._can_fence = can_fence
         self._urls: dict[InstanceId, str] = {}
@@ -37,7 +38,7 @@ class FenceSender:
         return self._urls.keys()
 
     def learn(self, urls: Mapping[InstanceId, str]) -> None:
-        """Further instances of the node."""
+        """Add instances of the node, or update their URLs."""
         self._urls.update(urls)
 
     def end(self, transfers: Iterable[SlotRequest]) -> None:
@@ -48,7 +49,7 @@ class FenceSender:
             self._waiting.put_nowait(by_target)
 
     async def run(self, http: aiohttp.ClientSession) -> None:
-        """Send until cancelled."""
+        """Send the fence requests that `end` has queued, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 for target, transfers in (await self._waiting.get()).items():

@@ -41,12 +41,12 @@ class NodeGossip:
         self._group: asyncio.TaskGroup | None = None
         self._http: aiohttp.ClientSession | None = None
         self.membership = Membership(agent.node.id, config.gossip.probe_interval_s, ring)
-        # No callback: the health of GPUs is read at every publication.
+        # Changes need no callback: the health of GPUs is read at every publication.
         self._monitor = GpuMonitor(open_sensor, lambda _: None, time.monotonic)
         self._failed = False
 
     async def start(self) -> None:
-        """Start. Raises ConfigError: the port is in use."""
+        """Join the gossip. Raises ConfigError: the port is in use."""
         settings, me = self._agent.node.agent, self.membership.id
         host, port = settings.host, settings.gossip_port
         bind, config = settings.bound(host), self._config
@@ -68,7 +68,8 @@ class NodeGossip:
         if self._group is None or self._http is None:
             return
         if self._config.cluster.backend.is_stock:
-            return  # Proxies watch the load and the end of instances without the instance protocol.
+            # These instances do not speak the instance protocol; proxies watch their load and end.
+            return
         for instance in self._agent.node.instances:
             if self._publisher.add(instance.id, instance.role):
                 self._group.create_task(self._watch(self._http, instance.id))
@@ -82,7 +83,7 @@ class NodeGossip:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def publish(self) -> None:
-        """Update the node's record."""
+        """Write the facts that have changed into the node's record."""
         agent, now_s = self._agent, time.monotonic()
         slots = {name: agent.slots.availability(name, now_s) for name in agent.targets}
         holder = agent.node.agent_id, HolderFact(agent.capacity_bytes, agent.store.reserved_bytes)

@@ -26,9 +26,10 @@ from kvrs.protocol.gpus import GpuHealth, GpuState
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_NVML_TIMEOUT_S = 2.0  # Time limit of a reading, which usually takes milliseconds for all GPUs.
+# Time limit of reading all GPUs, which usually takes milliseconds; NVML counts as stuck beyond it.
+_NVML_TIMEOUT_S = 2.0
 _EVENT_PAUSE_S = 0.1  # Pause after an event, so that a flood of events does not keep a core busy.
-_MAX_EVENTS = 1000  # Most events per reading.
+_MAX_EVENTS = 1000  # Most events that are taken per reading; the rest waits for the next reading.
 
 _RESETS = {
     "GPU_RESET": "a reset",
@@ -41,7 +42,8 @@ _DRAINS = {
     "DRAIN_AND_RESET": "draining and a reset",
     "RECOVER_IMEX_DOMAIN": "recovering the IMEX domain",
 }
-# Errors of calls that the GPU, its driver or our permissions do not support.
+# Names of NVML's errors for calls that the GPU or its driver does not support, or for which this
+# process lacks permission.
 _UNSUPPORTED = (
     "NOT_SUPPORTED",
     "FUNCTION_NOT_FOUND",
@@ -54,13 +56,13 @@ _GONE = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
 
 
 class NoGpusError(KvrsError):
-    """No GPU to read; the message has the reason."""
+    """There is no GPU to read; the message has the reason."""
 
 
 def open_sensor(
     load: Callable[[], Any] = lambda: importlib.import_module("pynvml"),
 ) -> "GpuSensor | None":
-    """A sensor of this node's GPUs; None, with one line in the log, if there are none."""
+    """Open a sensor of this node's GPUs; return None, and log the reason, if there are none."""
     try:
         return GpuSensor(load())
     except ImportError:
@@ -109,7 +111,9 @@ class GpuSensor:
             self._nvml.nvmlShutdown()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for an event; False after the timeout, or at once where events are not supported."""
+        """Wait for an event of a GPU, at most `timeout_s`; return False, at once, if events are not
+        supported or the wait fails.
+        """
         return self._take_event(timeout_s) is not None
 
     def read(self) -> list[Reading]:
@@ -124,11 +128,11 @@ class GpuSensor:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             return _Gpu(index, self._nvml.nvmlDeviceGetUUID(handle), handle)
         except self._nvml.NVMLError:
-            # The GPU is lost already, as its readings will report.
+            # The GPU does not answer already at the start; its readings will report it as lost.
             return _Gpu(index, f"index {index}", None)
 
     def _register(self) -> Any | None:
-        """Event set for all GPUs that support events; None: no GPU does."""
+        """Return an event set for all GPUs that support events; None: no GPU does."""
         nvml, wanted, registered = self._nvml, self._nvml.nvmlEventTypeXidCriticalError, False
         try:
             events = nvml.nvmlEventSetCreate()
@@ -148,7 +152,9 @@ class GpuSensor:
         return events
 
     def _take_event(self, timeout_s: float) -> bool | None:
-        """Wait for an event and take it; False: no event; None: failed or unsupported."""
+        """Wait for an event and keep its XID for the next reading. Returns False if none came in
+        time, and None if the wait failed or events are not supported.
+        """
         if self._events is None:
             return None
         nvml = self._nvml
@@ -156,7 +162,7 @@ class GpuSensor:
             event = nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
         except nvml.NVMLError as error:
             return False if error.value == nvml.NVML_ERROR_TIMEOUT else None
-        # The next reading reports a GPU whose uuid cannot be read.
+        # A GPU whose uuid cannot be read is reported by the next reading.
         with contextlib.suppress(nvml.NVMLError):
             if event.eventType & nvml.nvmlEventTypeXidCriticalError:
                 self._xids[nvml.nvmlDeviceGetUUID(event.device)].append(int(event.eventData))
@@ -203,7 +209,7 @@ class GpuSensor:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any | None:
-        """Result of a call; None: it is not supported.
+        """Return the result of one of NVML's functions; None: the function is not supported.
 
         Raises:
             NVMLError: any other failure.
@@ -217,7 +223,9 @@ class GpuSensor:
 
 
 def _actions(nvml: Any, names: Mapping[str, str]) -> dict[int | None, str]:
-    """Recovery actions by number. Releases of nvidia-ml-py before 13.615 lack the newest."""
+    """Return the texts of these recovery actions by NVML's number. Releases of nvidia-ml-py before
+    13.615 lack the newest actions.
+    """
     known = {f"NVML_GPU_RECOVERY_ACTION_{name}": what for name, what in names.items()}
     return {getattr(nvml, name): what for name, what in known.items() if hasattr(nvml, name)}
 
@@ -233,7 +241,7 @@ class GpuMonitor:
         changed: Callable[[GpuHealth], None],
         clock: Callable[[], float],
     ) -> None:
-        """`find` (`open_sensor`, or a test's) is called in the thread."""
+        """`find` opens the sensor, as `open_sensor` does; it is called in the thread of NVML."""
         self._find, self._changed, self._clock = find, changed, clock
         self._classifier = GpuClassifier()
         self._readings: asyncio.Queue[list[Reading] | Exception | None] = asyncio.Queue()

@@ -20,15 +20,17 @@ from dataclasses import dataclass, field
 
 from kvrs.protocol.gpus import GpuHealth, GpuState
 
-# Engine exceptions, page faults, channels torn down or stopped: errors or ends of programs.
+# XIDs that programs cause: engine exceptions, page faults, channels torn down or stopped. They are
+# no symptoms.
 PROGRAM_XIDS = frozenset({8, 11, 13, 31, 32, 37, 39, 41, 43, 45, 68, 69})
-# 48 and 94, 95: uncorrectable memory error, contained or not. 62: micro-controller halted. 64: a
-# row could not be replaced. 79: fell off the bus. 109, 110, 119, 120, 136, 140, 143, 155, 156, 158:
-# time-outs and faults that only a reset ends.
+# XIDs of a failing GPU. 48, 94, 95: uncorrectable memory error, contained or not. 62:
+# micro-controller halted. 64: a memory row could not be replaced. 79: the GPU fell off the bus.
+# 109, 110, 119, 120, 136, 140, 143, 155, 156, 158: time-outs and faults that only a reset ends.
 FAILING_XIDS = frozenset(
     {46, 48, 62, 64, 79, 94, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158}
 )
-# XID of a changed recovery action, which each reading contains anyway.
+# XID that reports a changed recovery action. It is no symptom, because each reading has the action
+# itself.
 RECOVERY_XID = 154
 
 _ORDER = list(GpuState)
@@ -36,23 +38,28 @@ _ORDER = list(GpuState)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One reading of one GPU; values that it does not support are None or empty."""
+    """One reading of one GPU; values that the GPU does not support are None or empty."""
 
     uuid: str
     index: int
-    lost: str | None = None  # The driver reports the GPU gone, or unusable before a reset.
-    silent: str | None = None  # Other reason for a missing answer.
+    # Driver's reason why the GPU is gone, or unusable before a reset; None: it is neither.
+    lost: str | None = None
+    silent: str | None = None  # Other reason why the GPU did not answer; None: it answered.
     xids: tuple[int, ...] = ()  # XIDs since the reading before.
-    ecc_uncorrected: int | None = None  # Counter of uncorrected errors.
-    remap_pending: bool = False  # A memory row is replaced at the next reset.
+    # Number of uncorrected memory errors since the driver's start.
+    ecc_uncorrected: int | None = None
+    remap_pending: bool = False  # A memory row waits for its replacement at the next reset.
     remap_failed: bool = False
-    reset_due: str | None = None  # Recovery action that the driver demands at once.
-    drain_due: str | None = None  # Recovery action that it demands at the next occasion.
+    reset_due: str | None = None  # Recovery action that the driver demands at once; None: none.
+    # Recovery action that the driver demands at the next occasion; None: none.
+    drain_due: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Times without symptoms until a GPU gets better, and limits above which a condition counts."""
+    """Times without a symptom after which a GPU counts as better by one step, and the time without
+    an answer after which it is failing.
+    """
 
     failing_hold_s: float = 600.0
     degraded_hold_s: float = 60.0
@@ -62,14 +69,15 @@ class Thresholds:
 @dataclass(slots=True)
 class _Watched:
     health: GpuHealth
-    ecc_uncorrected: int | None = None  # Counter in the last reading that has it.
+    # Counter in the last reading that had it; None: no reading had it.
+    ecc_uncorrected: int | None = None
     # Time of the last symptom of at least each severity.
     symptoms_s: dict[GpuState, float] = field(default_factory=dict)
     silent_since_s: float | None = None
 
 
 class GpuClassifier:
-    """Health of the GPUs of one node."""
+    """Determines the health of the GPUs of one node from their readings."""
 
     def __init__(self, thresholds: Thresholds | None = None) -> None:
         self._thresholds = thresholds or Thresholds()
@@ -86,7 +94,7 @@ class GpuClassifier:
         ]
 
     def no_answer(self, cause: str, now_s: float) -> list[GpuHealth]:
-        """Apply the absence of readings, because NVML is blocked."""
+        """Apply that no GPU was read, because of this cause; return as `update`."""
         return self.update(
             [Reading(uuid=gpu.uuid, index=gpu.index, silent=cause) for gpu in self.health], now_s
         )
@@ -133,7 +141,9 @@ class GpuClassifier:
     def _symptoms(
         self, gpu: _Watched, reading: Reading, now_s: float
     ) -> Iterator[tuple[GpuState, str]]:
-        """Symptoms of a reading; of equally severe ones the first becomes the reason."""
+        """Yield the severity and the reason of each symptom in a reading; of equally severe
+        symptoms the first gives the health's reason.
+        """
         thresholds = self._thresholds
         if reading.lost is not None:
             yield GpuState.FAILING, f"lost: {reading.lost}"[:128]
@@ -161,7 +171,9 @@ def _xid_symptoms(xids: Sequence[int]) -> Iterator[tuple[GpuState, str]]:
 
 
 def _has_more_errors(gpu: _Watched, count: int | None) -> bool:
-    """The counter has risen. False if it is unsupported, read for the first time, or was reset."""
+    """Return whether the counter of errors has risen since the last reading that had it. False if
+    it is unsupported, read for the first time, or was reset.
+    """
     if count is None:
         return False
     before, gpu.ecc_uncorrected = gpu.ecc_uncorrected, count

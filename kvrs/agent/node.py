@@ -37,13 +37,13 @@ from kvrs.transfer.store.host import HostStore, UnreportedChanges
 
 log = logging.getLogger(__name__)
 
-# Period at which leases are checked.
+# Period of the search for expired leases of slots and reservations.
 _EXPIRE_S = 0.25
 # Period of the search for memory that no process uses.
 _ORPHANS_S = 1.0
-# Memory that no process has used for this long is given back.
+# Time for which memory of instances stays after its last process has ended.
 _ORPHAN_S = 60.0
-# Period at which engines are checked for life.
+# Period at which the agent checks whether the engines with row memory still live.
 _SETTLE_S = 0.1
 _CONNECT_S = 2.0
 
@@ -102,10 +102,11 @@ class NodeAgent:
         self._secret = secret
         can_fence = not config.cluster.backend.is_stock
         self.fences = FenceSender(can_fence=can_fence)
-        self._keys: dict[Address, ScopedKey] = {}  # Keys of the node's instances.
+        # Keys of the node's instances, by their HTTP addresses.
+        self._keys: dict[Address, ScopedKey] = {}
         self._know_instances(config)
         self._orphan_s = _ORPHAN_S
-        # None: instances own their memory.
+        # Files with the instances' memory; None: instances own their memory.
         self.anchors = AnchoredFiles(directory) if config.state_plane.enabled else None
         self._page_port = 0
         keys = scoped_keys([secret, *older], self.node.agent_id, Scope.ROWS)
@@ -122,7 +123,7 @@ class NodeAgent:
 
     @property
     def targets(self) -> KeysView[InstanceId]:
-        """Instances with slots."""
+        """Ids of the node's instances, for which the agent grants slots."""
         return self.fences.targets
 
     def learn(self, config: Config) -> None:
@@ -140,7 +141,7 @@ class NodeAgent:
         self.fences.learn({instance.id: config.url_of(instance) for instance in instances})
 
     def new_session(self) -> aiohttp.ClientSession:
-        """A client of the node's instances, also of those that come later."""
+        """Make an HTTP client of the node's instances, also of those that are added later."""
         return aiohttp.ClientSession(
             connector=ProvingConnector(self._keys, self.tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -148,7 +149,7 @@ class NodeAgent:
 
     @property
     def capacity_bytes(self) -> int:
-        """Room for checkpoints; 0 while `backup.mode` is off."""
+        """Bytes that checkpoints may use; 0 if `backup.mode` is off."""
         return self._backup.reserved_bytes
 
     def info(self) -> AgentInfo:
@@ -163,7 +164,9 @@ class NodeAgent:
         )
 
     def report(self, changes: UnreportedChanges) -> AgentReport:
-        """The report to a watcher: all state, and the streams in `changes`."""
+        """Return the report to a watcher: the agent's whole state, and of the streams those in
+        `changes`.
+        """
         streams, denied = changes.take()
         return AgentReport(
             epoch=self.store.epoch,
@@ -223,7 +226,7 @@ class NodeAgent:
         remove_unix(self._row_directory)
 
     async def settle_regions(self) -> None:
-        """Adopt the memory of dying engines, and release memory that is no longer read, until
+        """Adopt the row memory of engines that have died, and release what is no longer read, until
         cancelled.
         """
         while True:
@@ -248,7 +251,7 @@ class NodeAgent:
 
 
 def node_of(config: Config, node: NodeId) -> NodeSettings:
-    """Raises ConfigError: there is no such node."""
+    """Return the node's section of the configuration. Raises ConfigError: there is no such node."""
     for settings in config.cluster.nodes:
         if settings.id == node:
             return settings
@@ -257,7 +260,9 @@ def node_of(config: Config, node: NodeId) -> NodeSettings:
 
 
 def open_directory(config: Config, node: NodeId, secret: bytes) -> StoreDirectory:
-    """Raises ConfigError: there is no such node, or its directory cannot be used."""
+    """Open the store's directory of this node. Raises ConfigError: there is no such node, or the
+    directory cannot be used.
+    """
     return StoreDirectory(
         store_directory(config.backup.directory, secret, node_of(config, node).id)
     )

@@ -26,12 +26,15 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import LinkReport, LoadReport, Role
 
-POLL_INTERVAL_S = 0.25  # Period of `RecordPublisher.changes`.
-# An instance, which reports four times per second, is lost without a report for so long.
+POLL_INTERVAL_S = 0.25  # Period at which `RecordPublisher.changes` is called.
+# Time without a report after which an instance, which reports four times per second, is lost.
 REPORT_TIMEOUT_S = 5.0
-_REWRITE_INTERVAL_S = 1.0  # Interval between two writes of an entry.
-_STALL_S = 0.5  # A poll that is late by more: this process was stopped, not the instance silent.
-# Smaller changes of a number are not published: relative to the larger one, and absolute.
+_REWRITE_INTERVAL_S = 1.0  # Least interval between two writes of one entry.
+# If a call of `changes` is late by more, this process was stopped, and instances were not silent in
+# that time.
+_STALL_S = 0.5
+# A changed number is published only if it differs by more than this share of the larger value, and
+# by more than the absolute change for numbers of its kind.
 _MIN_CHANGE_SHARE = 0.2
 _MIN_CHANGE_REQUESTS = 4
 _MIN_CHANGE_DELAY_S = 0.02
@@ -52,25 +55,29 @@ class RecordChanges(NamedTuple):
 @dataclass(slots=True)
 class _Instance:
     role: Role
-    load: LoadReport | None = None  # Last load; None: the instance was never reached.
+    load: LoadReport | None = None  # Load in the last report; None: the instance was never reached.
     last_report_s: float = 0.0
-    lost: tuple[str, float] | None = None  # Cause, and when.
+    # Cause and time of the instance's loss; None: it is not lost.
+    lost: tuple[str, float] | None = None
 
 
 class RecordPublisher:
-    """The facts of one node: what is known of its instances and links, and what was published."""
+    """Selects the facts of one node to publish, by what is known of its instances and links and
+    what was published before.
+    """
 
     def __init__(self) -> None:
         self._instances: dict[InstanceId, _Instance] = {}
-        # Latest link report from each node, and its time of measurement.
+        # Latest report of the link from each node, and the time of its measurement.
         self._links: dict[NodeId, tuple[LinkReport, float]] = {}
-        self._published: dict[Key, tuple[Fact, float]] = {}  # Published facts, and their times.
+        # Published facts, and the times at which they were written.
+        self._published: dict[Key, tuple[Fact, float]] = {}
         self._polled_s: float | None = None
 
-    # Observations of the agent.
+    # The agent reports its observations by the methods below.
 
     def add(self, name: InstanceId, role: Role) -> bool:
-        """Add an instance; False: it was there."""
+        """Add an instance; return False if it was added before."""
         is_new = name not in self._instances
         self._instances.setdefault(name, _Instance(role))
         return is_new
@@ -79,7 +86,8 @@ class RecordPublisher:
         instance = self._instances[name]
         instance.load, instance.last_report_s, instance.lost = report, now_s, None
         for link in report.links:
-            # Each instance of the node measures by itself; the latest measurement holds.
+            # Each instance of the node measures the link by itself; the latest measurement is
+            # published.
             measured_s = now_s - link.age_s
             held = self._links.get(link.source)
             if held is None or measured_s >= held[1]:
@@ -97,7 +105,9 @@ class RecordPublisher:
         gpus: Iterable[GpuHealth],
         now_s: float,
     ) -> RecordChanges:
-        """Facts to write into the node's record now, and keys to withdraw from it."""
+        """Return the facts to write into the node's record now, and the keys of entries to withdraw
+        from it.
+        """
         self._time_out(now_s)
         due: dict[Key, Fact] = {(FactKind.HOLDER, holder[0]): holder[1]}
         due |= {(FactKind.GPU, gpu.uuid): gpu for gpu in gpus}
@@ -126,7 +136,7 @@ class RecordPublisher:
         missed_s = 0.0 if polled_s is None else now_s - polled_s - POLL_INTERVAL_S
         for name, instance in self._instances.items():
             if missed_s > _STALL_S:
-                # Reports of that time are still unread.
+                # Reports that came while this process was stopped are still unread.
                 instance.last_report_s += missed_s
             if now_s - instance.last_report_s >= REPORT_TIMEOUT_S:
                 self.on_lost(name, f"silent for {REPORT_TIMEOUT_S:g} s", now_s)

@@ -25,7 +25,7 @@ from kvrs.transfer.rows.tags import RowTagger
 
 log = logging.getLogger(__name__)
 
-# Least interval between updates of a living engine's index.
+# Seconds for which the index of a living engine's rows is used before it is updated.
 _FRESH_S = 0.02
 # Time without reads after which a dead engine's memory is released.
 ADOPTED_S = 30.0
@@ -41,7 +41,7 @@ class EngineRegion:
         """Take over the descriptors, even at an error.
 
         Raises:
-            TransferError: not a region and a ledger of this size.
+            TransferError: the files are not a region and a ledger as `info` describes them.
         """
         self.info = info
         self._memory, self._ledger_file = memory, ledger
@@ -52,7 +52,8 @@ class EngineRegion:
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._sequences: list[int] = [0] * info.rows
         self._keys: list[bytes] = [b""] * info.rows
-        # Tag of each row since its first read, with the sequence it was made at.
+        # Sequence and tag of each row that was read with its tag: the tag holds as long as the
+        # sequence.
         self._tagger, self._known_tags = tagger, dict[int, tuple[int, bytes]]()
         self._fresh_until_s = 0.0
         self._lock = threading.Lock()
@@ -65,7 +66,7 @@ class EngineRegion:
 
     @property
     def is_closed(self) -> bool:
-        """The region's rows are no longer served."""
+        """True once the engine has withdrawn its rows, which are then no longer served."""
         return self._ledger.is_closed
 
     @property
@@ -82,14 +83,16 @@ class EngineRegion:
         return kind != fcntl.F_UNLCK
 
     def is_over(self, now_s: float) -> bool:
-        """The engine is dead, and its rows are no longer read, or it has none."""
+        """Return whether the memory can be released: the engine is dead, and has left no rows or no
+        row was read for `ADOPTED_S`.
+        """
         if self.died_s is None:
             return False
         return not self._rows or now_s - max(self.died_s, self.used_s or 0.0) > ADOPTED_S
 
     def adopt(self, now_s: float) -> int:
-        """Note the engine's death, after which no row changes; return the number of rows that its
-        ledger vouches for.
+        """Note the engine's death, after which no row changes; return the number of complete rows
+        by its ledger.
         """
         with self._lock:
             self._refresh()
@@ -97,7 +100,7 @@ class EngineRegion:
             return len(self._rows)
 
     def held(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
-        """Return for each key whether its row is held."""
+        """Return for each key whether the region has its row."""
         with self._lock:
             self._look(now_s)
             return [key in self._rows for key in keys]
@@ -112,8 +115,8 @@ class EngineRegion:
     def read(
         self, key: bytes, buffer: memoryview, now_s: float, *, tagged: bool = True
     ) -> tuple[bytes, memoryview] | None:
-        """Read a row into the buffer; return its tag, if `tagged`, and its bytes. None: not held,
-        or given to another key meanwhile.
+        """Read a row into the buffer; return its tag, if `tagged`, and its bytes. None: the region
+        does not have the row, or the engine has overwritten it meanwhile.
         """
         with self._lock:
             self._look(now_s)
@@ -136,8 +139,9 @@ class EngineRegion:
         return known[1], buffer
 
     def place(self, key: bytes, now_s: float) -> tuple[bytes, int, int] | None:
-        """Return tag, descriptor and offset of a row that cannot change any more: a row of a dead
-        engine that was read before.
+        """Return tag, descriptor and offset of a row that can be sent from the file, because it
+        cannot change any more: a dead engine's row that has a tag from an earlier read. None: any
+        other row.
         """
         row, sequence = self._rows.get(key, (0, 0))
         made_at, tag = self._known_tags.get(row, (0, b""))
@@ -158,7 +162,7 @@ class EngineRegion:
                 self._fresh_until_s = now_s + _FRESH_S
 
     def _refresh(self) -> None:
-        """Update the index by the rows whose sequence has changed."""
+        """Update the index of rows: read the entries whose sequence has changed."""
         sequences = self._ledger.sequences()
         for row in changed(self._sequences, sequences):
             if self._rows.get(old := self._keys[row], (-1, 0))[0] == row:
@@ -196,7 +200,8 @@ class Regions:
 
     def __init__(self) -> None:
         self._regions: list[EngineRegion] = []
-        self._told: set[frozenset[bytes]] = set()  # Logged pairs of differing namespaces.
+        # Pairs of namespaces whose difference was logged.
+        self._told: set[frozenset[bytes]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -234,7 +239,7 @@ class Regions:
         return {space: list(keys) for space, keys in found.items()}
 
     def reports(self) -> list[RegionReport]:
-        """Return reports of the regions whose rows may be served."""
+        """Return a report of each region whose engine has not withdrawn its rows."""
         with self._lock:
             held = list(self._regions)
         return [each.report for each in held if not each.is_closed]
@@ -253,7 +258,9 @@ class Regions:
                     self._regions = [each for each in self._regions if each is not region]
 
     def _tell_differences(self, region: EngineRegion) -> None:
-        """Log once which fields keep engines of one model from sharing rows."""
+        """Log, once per pair of namespaces, in which fields an engine of the same model differs, so
+        that the two cannot share rows.
+        """
         info = region.info
         for other in (each.info for each in self._regions):
             pair = frozenset({info.namespace, other.namespace})

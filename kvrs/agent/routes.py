@@ -11,7 +11,9 @@ from kvrs.protocol.secrets import Scope
 
 
 def make_routes(agent: NodeAgent, membership: Membership | None = None) -> Routes:
-    """Build the routes. All but `/healthz` need the agent's key."""
+    """Build the agent's routes. Clients must have proved the agent's key for all routes but
+    `/healthz`.
+    """
     handlers = Handlers(agent, membership)
     routes = http.authenticated(Scope.AGENT)
     routes.add("GET", "/healthz", handlers.health)
@@ -38,7 +40,9 @@ class Handlers:
         return http.answer(self._agent.info())
 
     async def holdings(self, request: Request) -> Response:
-        """One report, or an endless stream of them, which ends with this process."""
+        """Answer with one report, or with `?watch=` an endless stream of reports, which ends with
+        this process.
+        """
         with self._agent.store.watched() as changes:
             if "watch" not in request.query:
                 return http.answer(self._agent.report(changes))
@@ -51,7 +55,7 @@ class Handlers:
         return http.answer(LeaseAnswer(unknown=store.renew(update.renew, update.lease_s)))
 
     async def members(self, request: Request) -> Response:
-        """Members and facts known by gossip."""
+        """Answer with the members and facts known by gossip."""
         return http.answer(
             {"members": []} if self._membership is None else self._membership.describe()
         )

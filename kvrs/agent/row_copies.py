@@ -22,12 +22,12 @@ from kvrs.transfer.rows.stream import RowStream
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # Interval of asking for protected rows, and so the lag of copies.
+_LOOK_S = 0.25  # Pause between two questions for protected rows, and so about the lag of copies.
 _RETRY_S = 1.0
 _TIMEOUT_S = 30.0
-_QUESTION_BYTES = 1 << 20  # Bytes of rows per question, at least one row.
+_QUESTION_BYTES = 1 << 20  # Bytes of the rows that one question loads; at least one row.
 
-Row = tuple[bytes, memoryview]  # Tag and bytes of a row.
+Row = tuple[bytes, memoryview]  # Tag of a row, and its bytes.
 
 
 class CopiedRows:
@@ -42,12 +42,14 @@ class CopiedRows:
         return [key in self.rows for key in keys]
 
     def place(self, key: bytes, now_s: float) -> None:
-        """Return None: copies are not in a file."""
+        """Return None, because copies are not in a file that could be sent from."""
 
     def read(
         self, key: bytes, buffer: memoryview, now_s: float, *, tagged: bool = True
     ) -> Row | None:
-        """Return a row in place, with its tag, since it came from another node."""
+        """Return the tag and the bytes of a row without copying them into `buffer`; None: not held.
+        The tag is returned in any case, since the row came from another node.
+        """
         self.used_s = now_s
         return self.rows.get(key)
 
@@ -76,7 +78,7 @@ class RowCopies:
         return sum(len(each.rows) * each.space.row_bytes for each in copies)
 
     def keep(self, protected: dict[Space, list[bytes]]) -> None:
-        """Drop rows that the other agent no longer names."""
+        """Drop the copies of rows that are no longer among those that the other agent protects."""
         with self._lock:
             self._lost_s = None
             spaces = {space: self._spaces.get(space, CopiedRows(space)) for space in protected}
@@ -86,7 +88,7 @@ class RowCopies:
             copies.rows = {key: row for key, row in copies.rows.items() if key in wanted}
 
     def missing(self, space: Space, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the first missing keys, as many as there is room for."""
+        """Return those of the keys whose rows are not held, as many as there is room for."""
         room = max(0, self._room_bytes() - self.held_bytes) // space.row_bytes
         held = self._spaces[space].rows
         return [key for key in keys if key not in held][:room]
@@ -100,7 +102,7 @@ class RowCopies:
             self._lost_s = now_s
 
     def settle(self, now_s: float) -> None:
-        """Release copies that nothing reads after the loss of the other node."""
+        """Release all copies if the other agent is lost and no row was read for `ADOPTED_S`."""
         with self._lock:
             used_s = max((each.used_s for each in self._spaces.values()), default=0.0)
             lost_s = self._lost_s
@@ -120,8 +122,9 @@ class RowCopier:
         bytes_per_s: float | None,
         wait_idle: Callable[[], None],
     ) -> None:
-        """`dial` connects within a time, and raises OSError; `wait_idle` returns when the own agent
-        loads no rows for servers.
+        """`dial` connects to the other agent within the given seconds, and raises OSError if it
+        cannot. `wait_idle` waits until this agent serves no rows, for a limited time. `bytes_per_s`
+        limits the rate of copies; None: unlimited.
         """
         self._copies, self._dial, self._key = copies, dial, key
         self._bytes_per_s, self._wait_idle = bytes_per_s, wait_idle
@@ -191,7 +194,9 @@ class RowCopier:
 
 
 def _protected(stream: RowStream) -> dict[Space, list[bytes]]:
-    """Ask which rows running streams need. Raises TransferError."""
+    """Ask the other agent for the keys of rows that running streams need, by space. Raises
+    TransferError.
+    """
     stream.send(rows.encode(RowFrame.PROTECTED))
     found: dict[Space, list[bytes]] = {}
     left = rows.MAX_KEYS

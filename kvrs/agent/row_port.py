@@ -23,16 +23,21 @@ from kvrs.transfer.stream import tune
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # Most connections with a proved secret.
-MAX_UNPROVEN = 64  # Most unproven connections; a further one ends the oldest.
-_ANSWER_S = 30.0  # Time limit of a begun question, and of each row of the answer.
-# First and longest pause between attempts to accept a connection; it doubles.
+# Most connections whose client has proved the secret; a further one is refused.
+MAX_CONNECTIONS = 256
+# Most connections whose client has not yet proved the secret; a further one ends the oldest.
+MAX_UNPROVEN = 64
+# Time limit for receiving a question that has begun, and for sending each row of its answer.
+_ANSWER_S = 30.0
+# First and longest pause after a failure to accept a connection; it doubles with each failure.
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
-_COPY_WAITS_S = 1.0  # Longest wait of a copy for loads, before each row.
+# Longest time for which a copy waits for loads: before each row sent to another agent, and before
+# each question to it.
+_COPY_WAITS_S = 1.0
 
 
 class RowPort:
-    """Listeners, and a thread for each connection."""
+    """Accepts connections at its listeners, and serves each in a thread."""
 
     def __init__(
         self,
@@ -46,19 +51,20 @@ class RowPort:
         self._keys = keys
         self._listeners: list[socket.socket] = []
         self._proven: set[socket.socket] = set()
-        self._unproven: dict[socket.socket, None] = {}  # Unproven connections, oldest first.
+        # Connections whose client has not yet proved the secret, oldest first.
+        self._unproven: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._closing = False
         self._loads, self._idle = 0, threading.Condition()
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept connections until `close`, and take over the listener."""
+        """Accept connections at the listener until `close`, which also closes the listener."""
         with self._lock:
             self._listeners.append(listener)
         threading.Thread(target=self._accept, args=(listener,), name="rows", daemon=True).start()
 
     def close(self) -> None:
-        """End all connections. Engines connect to their node's next agent."""
+        """Stop listening, and end all connections. Engines connect to their node's next agent."""
         with self._lock:
             self._closing = True
             ends = [*self._listeners, *self._unproven, *self._proven]
@@ -67,7 +73,7 @@ class RowPort:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let copies wait during the block."""
+        """Note that rows are being loaded during the block, so that copies wait."""
         with self._idle:
             self._loads += 1
         try:
@@ -78,7 +84,7 @@ class RowPort:
                 self._idle.notify_all()
 
     def wait_idle(self) -> None:
-        """Let a copy wait until no rows are being loaded, for a limited time, so that it makes
+        """Wait until no rows are being loaded, at most `_COPY_WAITS_S`, so that copies make
         progress.
         """
         with self._idle:
@@ -93,7 +99,8 @@ class RowPort:
                     connection, _ = listener.accept()
                     self._begin(connection)
                     pause_s = _PAUSE_S
-                except (OSError, RuntimeError) as error:  # No free descriptor or thread.
+                # The process has no free descriptor or thread, or the listener was shut down.
+                except (OSError, RuntimeError) as error:
                     if connection is not None:
                         self._ended(connection)
                     if self._closing:
@@ -104,7 +111,7 @@ class RowPort:
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _begin(self, connection: socket.socket) -> None:
-        """Serve a connection. Raises RuntimeError: no thread for it."""
+        """Serve a connection in a new thread. Raises RuntimeError: no thread can be started."""
         with self._lock:
             if len(self._unproven) >= MAX_UNPROVEN:
                 oldest = next(iter(self._unproven))
@@ -152,7 +159,9 @@ class _Questions:
         self._is_copy = False
 
     def run(self) -> None:
-        """Serve until the end. Raises TransferError: a lost connection, or a client's mistake."""
+        """Answer questions until the connection ends. Raises TransferError: the connection is lost,
+        or the client has made a mistake.
+        """
         while True:
             self._stream.until(None)
             head, descriptors = self._stream.receive_head_with(2)
@@ -254,6 +263,6 @@ class _Questions:
 
 
 def _end(end: socket.socket) -> None:
-    """Shut a socket down, which wakes the thread that waits for it."""
+    """Shut a socket down, which wakes the thread that reads or accepts from it."""
     with suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)

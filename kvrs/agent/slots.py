@@ -26,12 +26,14 @@ from itertools import takewhile
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotCounts, SlotRequest, SlotUpdate
 
-SHORTEST_WAIT_S = 0.05  # Shortest wait after a denial, even if a transfer is overdue.
-QUEUE_TIMEOUT_S = 1.0  # Delay after which an attempt loses its place in the queue.
-ENDED_KEEP_S = 60.0  # Longest delay of a message about an ended attempt.
+SHORTEST_WAIT_S = 0.05  # Shortest wait that a denial names, even if a slot should be free already.
+# Time after its due request for which an attempt keeps its place in the queue.
+QUEUE_TIMEOUT_S = 1.0
+# Time for which an attempt's end is remembered: longer than a late message about it takes.
+ENDED_KEEP_S = 60.0
 _WEIGHT = 0.2  # Weight of the last transfer in the mean duration (EWMA).
-# Time without a call of `expire` after which this process counts as paused, with unread renewals:
-# the leases are prolonged by the grace period.
+# Time without a call of `expire` after which this process counts as paused. Its leases are then
+# prolonged by `_GRACE_S`, since renewals may be unread.
 _STALL_S = 2.0
 _GRACE_S = 2.0
 
@@ -55,15 +57,16 @@ class _Lease:
 class _QueueEntry:
     """A denied attempt in the queue of one target."""
 
-    # Time of the attempt's next request. From then on none behind it is served before it.
+    # Time at which the attempt is to ask again. From then on no attempt behind it is served before
+    # it.
     due_s: float
     until_s: float
 
 
 @dataclass(slots=True)
 class _Target:
-    held: dict[StreamId, _Lease] = field(default_factory=dict)  # Leases by age.
-    # Queue entries by first denial.
+    held: dict[StreamId, _Lease] = field(default_factory=dict)  # Leases by stream, oldest first.
+    # Queue entries by stream, in the order of the first denial.
     queue: dict[StreamId, _QueueEntry] = field(default_factory=dict)
     duration_s: float | None = None  # Mean duration of a transfer (EWMA); None: none has ended yet.
     peak: int = 0
@@ -80,13 +83,16 @@ class SlotTable:
         self._targets: dict[InstanceId, _Target] = {}
         self._leased: dict[StreamId, InstanceId] = {}
         self._queued: dict[StreamId, InstanceId] = {}
-        # Last ended attempt of each stream, and the time until which it is kept.
+        # Last ended attempt of each stream, and the time until which it is remembered.
         self._ended: OrderedDict[StreamId, tuple[Number, float]] = OrderedDict()
-        self._superseded: list[SlotRequest] = []  # Transfers of former owners that must be fenced.
+        # Transfers of streams' former owners, which the next `expire` returns to be fenced.
+        self._superseded: list[SlotRequest] = []
         self._checked_s: float | None = None
 
     def apply(self, update: SlotUpdate, now_s: float) -> SlotAnswer:
-        """Release, renew and acquire, in this order: ended leases make room."""
+        """Carry out a proxy's releases, renewals and requests, in this order, so that released
+        slots can be granted.
+        """
         owner, lease_s = update.owner, update.lease_s
         for asked in update.release:
             self.release(owner, asked, now_s)
@@ -98,8 +104,8 @@ class SlotTable:
         )
 
     def acquire(self, owner: str, asked: SlotRequest, lease_s: float, now_s: float) -> Slot:
-        """Grant a lease, or return token 0 and the expected wait. Ends a lease of an earlier
-        attempt at the stream.
+        """Grant a lease and return its token, or return token 0 and the expected wait. An earlier
+        attempt at the stream loses its lease.
         """
         lease = self._lease(asked.stream)
         if lease is not None and (lease.asked, lease.owner) == (asked, owner):
@@ -108,7 +114,8 @@ class SlotTable:
         if self._has_ended(asked) or (
             lease is not None and number_of(lease.asked) >= number_of(asked)
         ):
-            return Slot(0, SHORTEST_WAIT_S)  # The request comes too late: its answer is not read.
+            # The attempt has ended or has a successor, so its owner no longer reads the answer.
+            return Slot(0, SHORTEST_WAIT_S)
         if lease is not None:
             self._end(lease, now_s)
             if lease.owner != owner:
@@ -126,8 +133,8 @@ class SlotTable:
         return Slot(self._grant(owner, asked, target, now_s, now_s + lease_s))
 
     def renew(self, owner: str, asked: SlotRequest, lease_s: float, now_s: float) -> bool:
-        """Prolong a lease; False: the transfer has none. An unknown lease, of an earlier process,
-        is granted if there is room.
+        """Prolong a lease. A lease that an earlier agent process granted is unknown here, and is
+        granted again if there is room. Returns False if the transfer has no lease.
         """
         lease = self._lease(asked.stream)
         if lease is not None:
@@ -142,7 +149,9 @@ class SlotTable:
         return True
 
     def release(self, owner: str, asked: SlotRequest, now_s: float) -> None:
-        """End the lease of an attempt, or prevent one: its request may arrive later than this."""
+        """End the lease of an attempt. If it has none, note its end, because its request may still
+        arrive.
+        """
         lease = self._lease(asked.stream)
         if (
             lease is not None
@@ -156,8 +165,8 @@ class SlotTable:
             self._leave_queue(asked.stream)
 
     def expire(self, now_s: float) -> list[SlotRequest]:
-        """End leases that were not renewed. Return these and leases replaced by another owner:
-        their transfers must be fenced.
+        """End leases that were not renewed in time. Return their transfers, and those whose lease
+        another owner's attempt has replaced: all must be fenced.
         """
         checked_s, self._checked_s = self._checked_s, now_s
         if checked_s is not None and now_s - checked_s > _STALL_S:
@@ -175,7 +184,7 @@ class SlotTable:
         return ended
 
     def counts(self) -> dict[InstanceId, SlotCounts]:
-        """Counts of every target that was ever requested."""
+        """Return the counts of every target for which a slot was ever requested."""
         return {
             name: SlotCounts(
                 len(each.held), len(each.queue), each.peak, each.granted, each.denied, each.expired
@@ -184,7 +193,9 @@ class SlotTable:
         }
 
     def availability(self, target: InstanceId, now_s: float) -> tuple[int, float]:
-        """Number of free slots, and the expected wait of a new request."""
+        """Return the number of free slots of a target, and the expected wait of a new request; 0.0
+        if a slot is free.
+        """
         found = self._targets.get(target)
         if found is None:
             return self._slots_max, 0.0
@@ -228,15 +239,17 @@ class SlotTable:
         if entry is None:
             entry = target.queue[asked.stream] = _QueueEntry(now_s + wait_s, 0.0)
         else:
-            # From the due time on the next free slot is reserved for the entry, and idle until it
-            # asks again.
+            # From the due time on the next free slot is reserved for the entry, and unused until it
+            # asks again: it must ask soon.
             wait_s = min(wait_s, max(entry.due_s - now_s, QUEUE_TIMEOUT_S))
         entry.until_s = now_s + wait_s + QUEUE_TIMEOUT_S
         self._queued[asked.stream] = asked.target
         return Slot(0, wait_s)
 
     def _expected_wait_s(self, target: _Target, ahead: int, now_s: float) -> float:
-        """Time until the oldest transfer ends and the entries ahead are served."""
+        """Return the expected time until the oldest transfer ends and the `ahead` entries are
+        served.
+        """
         oldest = next(iter(target.held.values()), None)
         lasted_s = 0.0 if oldest is None else now_s - oldest.since_s
         # Before the first transfer has ended, a transfer is expected to last as long again as it

@@ -48,16 +48,18 @@ from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
 Address = tuple[str, int]  # Numeric host and port: no name is looked up.
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES
-# Length of the replay window: packets may be overtaken by this many.
+# Length of the replay window per sender, in packets: a packet that more have overtaken is rejected.
 WINDOW_PACKETS = 4096
-MAX_SENDERS = 4096  # Bound of the memory: about 700 bytes per sender.
+# Most senders that are remembered, at about 700 bytes each; packets of further senders are
+# rejected.
+MAX_SENDERS = 4096
 RUN_BYTES = 8
 
 _MAGIC = b"KVRG"
 _VERSION = 2
 _MAC_BYTES = 32
 _HEADER = struct.Struct("!4sB8sQ8s8sQH")
-_MAX_NAME_BYTES = 256  # Room for 64 characters.
+_MAX_NAME_BYTES = 256  # Longest name in UTF-8: 64 characters of up to four bytes.
 _MIN_BYTES = _HEADER.size + 1 + _MAC_BYTES
 # Bytes of a packet beyond its payload, with the longest name.
 MAX_OVERHEAD_BYTES = _HEADER.size + _MAX_NAME_BYTES + _MAC_BYTES
@@ -73,19 +75,22 @@ class Rejection(StrEnum):
     TRUNCATED = "truncated"
     NOT_GOSSIP = "not_gossip"
     VERSION = "version"
-    KEY = "key"  # The key is not in the keyring, for example of another cluster.
-    FORGED = "forged"  # Wrong MAC: made without the key, or changed on the way.
+    # The packet's key is not in the keyring: it is a key of another cluster, for example.
+    KEY = "key"
+    # The MAC is wrong: the packet was made without the key, or changed on its way.
+    FORGED = "forged"
     NAME = "name"  # The sender's name is not UTF-8.
     # The sender has this node's name: a reflection, or two processes with one name.
     OWN = "own"
     TOO_MANY_SENDERS = "too_many_senders"
     OLD_EPOCH = "old_epoch"
     DUPLICATE = (
-        "twin"  # Another process with the same name and epoch is in use; the first one counts.
+        # Another process has the sender's name and epoch; only the one heard first is accepted.
+        "twin"
     )
     REPLAYED = "replayed"
     BEHIND_WINDOW = "behind_window"  # The packet is older than the replay window.
-    UNPROVEN = "unproven"  # The echo is missing or wrong.
+    UNPROVEN = "unproven"  # The packet does not echo this process's run.
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -135,7 +140,8 @@ class _Sender:
     run: bytes
     newest: int
     window: int  # Bit i: packet `newest - i` was accepted.
-    older_run: bytes = b""  # Latest older run that sent a packet, and its newest packet.
+    # The older run that sent a packet last, and the counter of its newest packet; empty: none did.
+    older_run: bytes = b""
     older_counter: int = 0
 
 
@@ -149,15 +155,17 @@ class PacketAuthenticator:
         assert 0 < len(self._own_name) <= _MAX_NAME_BYTES, f"a name of {len(self._own_name)} bytes"
         assert len(run) == RUN_BYTES, f"a run's number of {len(run)} bytes"
         assert run != _NO_ECHO, "a run's number of zeros means none"
-        self.epoch = epoch  # Epoch, which only rises.
+        self.epoch = epoch  # Epoch in sealed packets, which only rises.
         self._own, self._run, self._keys = own, run, keys
         self._counter = 0
-        # Nodes with an accepted packet, whose runs can be echoed.
+        # Nodes from which a packet was accepted, so that packets to them can echo their run.
         self.senders: dict[NodeId, _Sender] = {}
         self.rejected: Counter[Rejection] = Counter()
 
     def seal(self, to: NodeId, payload: bytes, run: bytes | None = None) -> bytes:
-        """Seal a payload; `run` replaces the receiver's run that was accepted last."""
+        """Return the sealed packet of a payload, which echoes `run`, or else the receiver's run in
+        its last accepted packet.
+        """
         assert len(payload) <= MAX_PAYLOAD_BYTES, f"a payload of {len(payload)} bytes"
         self._counter += 1
         known = self.senders.get(to)
@@ -175,8 +183,9 @@ class PacketAuthenticator:
         return sealed + hmac.digest(self._keys.sending_key, sealed, sha256)
 
     def is_answer(self, packet: bytes | memoryview) -> bool:
-        """The packet echoes this process's random run: it comes from a node that has received a
-        packet of it, or from an attacker who reads packets. Costs no hash.
+        """Return whether the packet echoes this process's random run: then it comes from a node
+        that has received a packet of this process, or from an attacker who reads packets. The check
+        needs no hash.
         """
         if len(packet) < _MIN_BYTES:
             return False
@@ -227,7 +236,9 @@ class PacketAuthenticator:
         )
 
     def _outdated(self, name: NodeId, run: bytes, counter: int) -> Outdated | Rejection:
-        """Answer each packet of an older run at most once: a replayed one gets no second answer."""
+        """Return the answer that tells a replaced run of its successor, or the rejection of a
+        packet that was answered before: a replay gets no second answer.
+        """
         sender = self.senders[name]
         if sender.older_run == run and counter <= sender.older_counter:
             return Rejection.OLD_EPOCH
@@ -279,7 +290,8 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Packets per second; each bucket holds those of `burst_s`. A member of 1,000 receives about 50
+    """Most packets per second that are authenticated: of one member, of all unknown sources, and in
+    total. Each bucket holds those of `burst_s`. In a cluster of 1,000 a member receives about 50
     packets per second.
     """
 
@@ -300,15 +312,15 @@ class ReceiveRates:
         self._members: OrderedDict[Address, TokenBucket] = OrderedDict()
 
     def admit(self, source: Address, is_answer: bool, now_s: float) -> bool:
-        """Allow one more packet of this source to be authenticated; `is_answer`: it echoes this
-        process's run.
+        """Return whether one more packet of this source may be authenticated now; `is_answer`: the
+        packet echoes this process's run.
         """
         own = self._members.get(source) if is_answer else None
         return (own or self._unknown).take(now_s) and self._total.take(now_s)
 
     def on_authentic(self, source: Address, now_s: float) -> None:
-        """Give this source a bucket of its own, replacing the longest-silent bucket if there are
-        too many.
+        """Give this source a bucket of its own. Above `_MAX_SOURCES` the source that was silent for
+        longest loses its bucket.
         """
         if source in self._members:
             self._members.move_to_end(source)

@@ -27,19 +27,23 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-# Length of a suspicion confirmed by `CONFIRMATIONS` others, in intervals times log10(members), and
-# the factor for an unconfirmed one.
+# Length of a suspicion that `CONFIRMATIONS` other members confirm, in probe intervals times
+# log10(members). An unconfirmed suspicion is `SUSPICION_MAX_MULT` times as long.
 SUSPICION_MULT = 2.0
 SUSPICION_MAX_MULT = 6.0
 CONFIRMATIONS = 3
-MEMBERS_MAX = 4096  # Most members; further ones are refused.
-# Expected number of peers that probe a suspect as soon as they learn of the suspicion. Otherwise a
-# suspicion would wait for confirmations until the suspect's turn in other nodes' rounds.
+# Most members in the table; a further one replaces the member dead for longest, and is refused if
+# all are reachable.
+MEMBERS_MAX = 4096
+# Mean number of peers that probe a suspect as soon as they learn of the suspicion. Without these
+# probes a suspicion would wait for confirmations until the suspect's turn in the other nodes'
+# rounds.
 _EXPECTED_PROBERS = 8
-# Number of peers below which nodes probe more often, up to twice, because fewer probes per second
-# reach each.
+# With fewer peers a node probes up to twice as often, because each peer then gets probes from few
+# nodes.
 _FULL_RATE_PEERS = 8
-# Intervals after a node's first packet in which it accepts updates about the process before it.
+# Probe intervals after the first received packet in which an update with a higher epoch is taken
+# for one about the process before this one; later it means that a newer process runs.
 _STARTUP_INTERVALS = 20.0
 
 
@@ -56,15 +60,16 @@ class Suspicion:
         self.since_s = since_s
         self.least_s = SUSPICION_MULT * max(1.0, log10(members)) * interval_s
         self.max_s = self.least_s * SUSPICION_MAX_MULT
-        # All except the suspect and the first suspector can confirm.
+        # All members except the suspect and the first suspector can confirm the suspicion.
         self.confirmations = max(0, min(CONFIRMATIONS, members - 2))
         self.own_probe_failed = False
         # The suspicion's time is over, and a probe by this node is in progress.
         self.probing = False
 
     def ends_s(self, suspectors: int) -> float:
-        """End of the suspicion, after `most - (most - least) * log(c + 1) / log(k + 1)` with c of k
-        confirmations (Lifeguard, LHA-Suspicion).
+        """Return the time at which the suspicion ends, after `most - (most - least) * log(c + 1) /
+        log(k + 1)` seconds with c of k confirmations (Lifeguard, LHA-Suspicion); `suspectors` is c
+        + 1.
         """
         if self.confirmations == 0:
             return self.since_s + self.least_s
@@ -73,7 +78,9 @@ class Suspicion:
 
 
 class Detector:
-    """States and suspicions of all members. `prober` has the probes, `sender` the packets."""
+    """States and suspicions of all members. `prober` makes the probes, and `sender` collects the
+    packets to send.
+    """
 
     def __init__(self, me: MemberUpdate, interval_s: float, random: Random, now_s: float) -> None:
         self.me = Member(me, now_s)
@@ -111,17 +118,18 @@ class Detector:
         if now_s >= self.sender.push_at_s:
             self.sender.push(now_s)
 
-    # Received packets.
+    # The methods below handle received packets.
 
     def on_heard_from(self, sender: NodeId, epoch: int, incarnation: int, now_s: float) -> bool:
-        """Take any packet as evidence that its sender is alive; False: a newer process has replaced
-        the sender.
+        """Note that the sender of a packet, of any type, is alive. Returns False if a newer process
+        has replaced the sender, so that the packet must be dropped.
         """
         if self._startup_until_s == inf:
             self._startup_until_s = now_s + _STARTUP_INTERVALS * self._interval_s
         member = self.members.table.get(sender)
         if member is None or epoch > member.epoch:
-            # The address comes with its own update, which the first packets of a new member carry.
+            # An unknown sender is added by its own update, with its address, which its first
+            # packets carry.
             return True
         if epoch < member.epoch:
             # The older of two processes with one name has to learn of the newer one.
@@ -158,7 +166,9 @@ class Detector:
             self._confirm(member, update.suspectors, now_s)
 
     def on_update_about_self(self, state: State, now_s: float) -> None:
-        """Refute a suspicion or death of this node; stop if a newer process has its name."""
+        """Take an update about this node: refute a suspicion or death; stop if a newer process has
+        the node's name.
+        """
         if self.over or state <= self.me.state:
             return
         epoch, incarnation, status = state
@@ -171,7 +181,7 @@ class Detector:
         else:
             self._end(epoch)
 
-    # Events of this node.
+    # This node's clock, transport and process call the methods below.
 
     def on_wakeup(self, now_s: float) -> None:
         """Start anew after this node was stopped for longer than an interval: others may have
@@ -201,13 +211,13 @@ class Detector:
         self.members.remove(member)
         self.sender.forget(member)
 
-    # Outcomes of probes.
+    # The methods below handle outcomes of probes.
 
     def _probe_succeeded(self, target: NodeId, now_s: float) -> None:
         suspicion = self._suspicions.get(target)
         if suspicion is not None:
-            # The suspect is alive and knows of the suspicion: wait for its refutation, again if the
-            # suspicion had run out.
+            # The suspect is alive and knows of the suspicion: its refutation is awaited, for a new
+            # suspicion's time if the time was over.
             if suspicion.probing:
                 suspicion.since_s = now_s
             suspicion.own_probe_failed = suspicion.probing = False
@@ -223,7 +233,7 @@ class Detector:
         suspicion.own_probe_failed, suspicion.probing = True, False
         self._schedule_suspicions()
 
-    # Changes of suspicions.
+    # The methods below change suspicions.
 
     def _confirm(self, member: Member, by: tuple[NodeId, ...], now_s: float) -> None:
         # More suspectors do not shorten the suspicion further, and are not worth their bytes.
@@ -257,11 +267,11 @@ class Detector:
         )
         self._suspicion_at_s = min(ends_s, default=inf)
 
-    # Changes of the member table.
+    # The methods below change the member table.
 
     def _has_room(self) -> bool:
-        """Make room for a member: if the table is full, forget the member that is dead for longest.
-        False: all are reachable.
+        """Make room for a new member: if the table is full, forget the unreachable member whose
+        state is oldest. Returns False if all members are reachable.
         """
         if len(self.members.table) >= MEMBERS_MAX:
             lost = [member for member in self.members.table.values() if not member.reachable]
@@ -299,7 +309,7 @@ class Detector:
     def _set_self(self, epoch: int, incarnation: int, status: Status, now_s: float) -> None:
         if incarnation > MAX_NUMBER:
             epoch, incarnation = epoch + 1, 0
-        if epoch > MAX_NUMBER:  # No valid number is left.
+        if epoch > MAX_NUMBER:  # All valid epochs are used up.
             self._end(MAX_NUMBER)
             return
         me = MemberUpdate(self.me.id, epoch, incarnation, status, self.me.address)
@@ -307,6 +317,6 @@ class Detector:
         self.sender.broadcast(self.me, now_s)
 
     def _end(self, epoch: int) -> None:
-        """Stop: a newer process has this node's name."""
+        """Stop this node, because a newer process, of this epoch, has its name."""
         self.over = True
         self.events.append(Superseded(epoch))

@@ -23,12 +23,13 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-# Intervals between exchanges with a random member, and with a dead one, in probe intervals.
+# Probe intervals between two exchanges with a random peer, and between two attempts to reach a dead
+# member or a lost seed.
 _SYNC_INTERVALS = 2.0
 RECONNECT_INTERVALS = 10.0
-FORGET_S = 3600.0  # Time for which a dead member is remembered.
+FORGET_S = 3600.0  # Time for which a member that is dead or has left stays in the table.
 _DELTAS = 16  # Most packets that answer a digest; the next exchange brings the rest.
-_WANTS_SHARE = 0.5  # Maximum share of `wants` in a delta.
+_WANTS_SHARE = 0.5  # Largest share of a delta's bytes that `wants` may take.
 # After an exchange that has brought records, exchanges repeat at this share of an interval, for two
 # intervals: the next one may be lost.
 _BUSY_SHARE = 0.2
@@ -50,7 +51,9 @@ class Exchange:
         self._reconnect_interval_s = RECONNECT_INTERVALS * interval_s
         self._seeds = seeds
         self._random = random
-        self._after = ""  # Last id of the last digest.
+        # Last node id of the last digest, behind which the next digest begins; "": at the table's
+        # start.
+        self._after = ""
         self._sync_at_s = self._synced_s = self._busy_until_s = now_s
         self._reconnect_at_s = now_s + self._reconnect_interval_s
         self._first = True
@@ -60,7 +63,7 @@ class Exchange:
         return min(self._sync_at_s, self._reconnect_at_s)
 
     def tick(self, now_s: float) -> None:
-        """Exchange with peers when due; `now_s` is the node's own time."""
+        """Begin the exchanges that are due; `now_s` is the node's own time."""
         if now_s >= self._sync_at_s:
             self._synced_s = now_s
             share = _BUSY_SHARE if now_s < self._busy_until_s else 1.0
@@ -103,26 +106,26 @@ class Exchange:
             self._send_digest(lost[int(self._random() * len(lost))])
 
     def _forget(self, now_s: float) -> None:
-        """Forget the members that are dead for long."""
+        """Forget the members that have been unreachable for `FORGET_S`."""
         table, before_s = self._members.table, now_s - FORGET_S
         if len(self._members.peers) + 1 < len(table):
             for member in list(table.values()):
                 if not member.reachable and member.since_s < before_s:
                     self._detector.forget(member)
 
-    # Methods for digests.
+    # The methods below make digests.
 
     def _send_digest(self, node: NodeId) -> None:
         me = self._detector.me
         known, until = self._digest_part(ROOM_BYTES - me.update_bytes)
         after, self._after = self._after, until
-        # The digest includes this node's address, for the answer.
+        # This node's own update is included, because its address is needed for the answer.
         digest = Digest(me.epoch, me.incarnation, after, until, known, (me.update,))
         self._detector.sender.send(node, digest)
 
     def _digest_part(self, room: int) -> tuple[tuple[KnownMember, ...], str]:
-        """Entries from the end of the last digest on, as many as fit, and the last id; "": the end
-        of the table.
+        """Return the digest entries behind the last digest's, as many as fit into `room` bytes, and
+        the last id among them; "": they reach the end of the table.
         """
         table, found = self._members.table, list[KnownMember]()
         room -= text_bytes(self._after)
@@ -134,16 +137,18 @@ class Exchange:
             found.append(known)
         else:
             return tuple(found), ""
-        # The upper bound needs room too.
+        # The last id is sent as the digest's upper bound, and needs room as well.
         room += size
         while room < text_bytes(found[-1].id):
             room += table[found.pop().id].known()[1]
         return tuple(found), found[-1].id
 
-    # Methods for deltas.
+    # The methods below answer digests and apply deltas.
 
     def on_digest(self, sender: NodeId, digest: Digest, now_s: float, clock_s: float) -> None:
-        """Answer a digest; ages are computed by `clock_s`, the caller's clock."""
+        """Answer a digest with the deltas that its sender lacks; the ages of entries are computed
+        by `clock_s`, the caller's clock, and not by the node's own time `now_s`.
+        """
         lacking, wants, matched = self._compare(digest.known, now_s)
         ids = self._members.between(digest.after, digest.until)
         if matched < len(ids):
@@ -170,8 +175,9 @@ class Exchange:
     def _compare(
         self, theirs: tuple[KnownMember, ...], now_s: float
     ) -> tuple[list[tuple[Member, KnownMember | None]], list[KnownMember], int]:
-        """Compare digest entries: the members of which the sender lacks something, the entries to
-        request from it, and the number of entries whose members are known here.
+        """Compare a digest's entries with the table. Returns the members of which the sender lacks
+        the state or record entries, this node's entries of members to request from it, and the
+        number of entries whose members are known here.
         """
         table, me = self._members.table, self._detector.me
         lacking, wants, matched = list[tuple[Member, KnownMember | None]](), list[KnownMember](), 0
@@ -206,7 +212,8 @@ class Exchange:
         self._detector.on_update_about_self(known.state, now_s)
         me = self._detector.me
         if known.epoch == me.epoch and me.record is not None and known.version > me.record.version:
-            # A node has edits of this epoch that this process did not make.
+            # Another node has edits of this epoch that this process did not make, so an earlier
+            # process had the epoch.
             newer = known.epoch, me.incarnation + 1, Status.ALIVE
             self._detector.on_update_about_self(newer, now_s)
 
@@ -217,9 +224,11 @@ class Exchange:
         wants: list[KnownMember],
         clock_s: float,
     ) -> None:
-        """Send what the other lacks, and request what it has, in a bounded number of packets."""
+        """Send the other node what it lacks, and request `wants` from it, in at most `_DELTAS`
+        packets.
+        """
         me = self._detector.me
-        # Start at a random member, so that all get their turn if not everything fits.
+        # The first member is a random one, so that every member gets its turn if not all fit.
         first = int(self._random() * len(lacking)) if lacking else 0
         left = deque(lacking[first:] + lacking[:first])
         for _ in range(_DELTAS):
@@ -232,12 +241,14 @@ class Exchange:
                 packet = Delta(me.epoch, me.incarnation, tuple(updates), tuple(records), asked)
                 self._detector.sender.send(to, packet)
             elif left:
-                left.popleft()  # The record fits into no packet.
+                left.popleft()  # The next entry of this record fits into no packet.
 
     def _fill(
         self, left: deque[tuple[Member, KnownMember | None]], room: int, clock_s: float
     ) -> tuple[list[MemberUpdate], list[RecordDelta]]:
-        """Take from `left` what fits into a packet; a record that fits partly stays."""
+        """Remove the members from the front of `left` whose updates and entries fit into a packet,
+        and return these. A member whose record fits only in part stays, with the rest.
+        """
         updates, records = list[MemberUpdate](), list[RecordDelta]()
         while left:
             member, known = left[0]
@@ -285,8 +296,8 @@ class Exchange:
                 self._detector.events.append(RecordChanged(member.id, kind, name))
 
     def _is_worth_sending(self, member: Member, now_s: float) -> bool:
-        """Members that are dead for long are not sent: nodes that have forgotten them would get
-        them again and again.
+        """Return whether to send a member: not if it has been unreachable for half of `FORGET_S`,
+        because nodes that have forgotten it would get it again and again.
         """
         return member.reachable or now_s - member.since_s < FORGET_S / 2
 

@@ -42,12 +42,12 @@ Key = tuple[int, str]  # Kind and name of an entry.
 
 
 class FactKind(IntEnum):
-    INSTANCE = 1  # Name: the instance.
-    LINK = 2  # Link into this node. Name: the node at the other end.
-    SLOTS = 3  # Name: the target instance.
-    HOLDER = 4  # Name: the agent.
-    FAILURE = 5  # Death. Name: the failed instance or agent.
-    GPU = 6  # Health of a GPU. Name: the board's uuid.
+    INSTANCE = 1  # Load of an instance; the entry's name is the instance.
+    LINK = 2  # Bandwidth of the link into this node; name: the node at the other end.
+    SLOTS = 3  # Slots of a target; name: the target instance.
+    HOLDER = 4  # Room for checkpoints; name: the agent.
+    FAILURE = 5  # Death of a process; name: the failed instance or agent.
+    GPU = 6  # Health of a GPU; name: the board's uuid.
 
 
 class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
@@ -60,14 +60,14 @@ class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkFact(msgspec.Struct, frozen=True, array_like=True):
-    bytes_per_s: Rate  # Bandwidth as an EWMA.
-    spread: Rate  # Mean deviation of the bandwidth, in the same unit.
+    bytes_per_s: Rate  # Moving average of the bandwidth.
+    spread: Rate  # Mean absolute deviation of the bandwidth, in bytes per second.
     age_s: Seconds  # Time from the last measured transfer to the writing of the fact.
 
 
 class SlotsFact(msgspec.Struct, frozen=True, array_like=True):
     free: Natural
-    wait_s: Seconds  # Expected, until one is free.
+    wait_s: Seconds  # Expected time until a slot is free; 0: one is.
 
 
 class HolderFact(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +101,9 @@ def kind_of(fact: Fact) -> FactKind:
 
 
 def encode_fact(fact: Fact) -> bytes:
-    """Raises GossipError: the fact is too long, or out of its bounds."""
+    """Return the fact's encoded value. Raises GossipError: the fact is too long, or out of its
+    bounds.
+    """
     value = _encoder.encode(fact)
     if len(value) > MAX_VALUE_BYTES:
         raise GossipError(f"a fact of {len(value)} bytes; allowed: at most {MAX_VALUE_BYTES}")
@@ -110,7 +112,9 @@ def encode_fact(fact: Fact) -> bytes:
 
 
 def decode_fact(kind: FactKind, value: bytes) -> Fact:
-    """Raises GossipError: the value has another shape."""
+    """Return the fact of this kind that the value encodes. Raises GossipError: the value has
+    another shape.
+    """
     try:
         fact: Fact = _decoders[kind].decode(value)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -118,7 +122,7 @@ def decode_fact(kind: FactKind, value: bytes) -> Fact:
     return fact
 
 
-# Events that a node tells its process.
+# A node reports the events below to its process.
 
 
 class MemberChanged(NamedTuple):
@@ -130,7 +134,7 @@ class MemberChanged(NamedTuple):
     epoch: int
     incarnation: int
     status: Status
-    # Nodes that could not reach the member, at a suspicion or a death.
+    # Nodes that could not reach the member, if it is suspect or dead.
     suspectors: tuple[NodeId, ...]
 
 
@@ -151,11 +155,13 @@ class Superseded(NamedTuple):
 Event = MemberChanged | RecordChanged | Superseded
 
 
-# Records of facts.
+# Below are the records in which facts are kept and replicated.
 
 
 def start_for(version: int, floor: int, other_version: int, other_floor: int) -> int | None:
-    """Version from which a copy needs the other's entries; None: they do not help."""
+    """Return the version from which on a copy of a record needs the entries of another copy; None:
+    these add nothing, or may not be taken.
+    """
     if version < other_floor and floor < other_floor:
         return 0
     if version < floor and other_floor < floor:
@@ -168,7 +174,8 @@ class VersionedValue:
     version: int
     written_s: float  # Time of writing by this node's clock.
     value: bytes | None  # Value; None: a tombstone.
-    fact: Fact | None  # None: no value, or one that cannot be read: malformed, of a newer release.
+    # Decoded value; None: a tombstone, or the value is malformed or of a newer release.
+    fact: Fact | None
 
 
 class FactRecord:
@@ -180,11 +187,13 @@ class FactRecord:
         self.entries: dict[Key, VersionedValue] = {}  # Entries in the order of their versions.
 
     def write(self, key: Key, value: bytes | None, now_s: float) -> None:
-        """Write an entry as the owner; None removes it. The caller has checked that it fits."""
+        """Write an entry of this node's own record; the value None makes it a tombstone. The caller
+        has checked that it fits.
+        """
         self._put(key, self.version + 1, now_s, value)
 
     def collect(self, before_s: float) -> None:
-        """Forget tombstones that were written before `before_s`, as the owner."""
+        """Forget the tombstones of this node's own record that were written before `before_s`."""
         for key, entry in list(self.entries.items()):
             if entry.value is None and entry.written_s < before_s:
                 self.floor = max(self.floor, entry.version)
@@ -193,9 +202,11 @@ class FactRecord:
     def delta(
         self, node: NodeId, epoch: int, start: int, room: int, now_s: float
     ) -> RecordDelta | None:
-        """Changes since `start`, as many as fit; None: no change fits."""
+        """Return the changes after version `start`, as many as fit into `room` bytes; None: there
+        is none, or the first does not fit.
+        """
         whole = RecordDelta(node, epoch, start, self.version, self.floor, ())
-        # The header of a long list takes two more bytes.
+        # MessagePack's header of a long list takes two bytes more than that of an empty one.
         room -= encoded_bytes(whole) + 2
         entries, end = list[Entry](), start
         for (kind, name), held in self._since(start):
@@ -221,7 +232,9 @@ class FactRecord:
         return found[::-1]
 
     def apply(self, delta: RecordDelta, now_s: float) -> list[Key]:
-        """Apply new changes; return their keys."""
+        """Apply the changes that are new to this copy; return their keys. A delta that would leave
+        a gap is ignored.
+        """
         if delta.start > self.version or (delta.floor < self.floor and self.version < self.floor):
             return []
         changed = list[Key]()
@@ -238,7 +251,7 @@ class FactRecord:
                     del self.entries[key]
         for entry in delta.entries:
             key = (entry.kind, entry.name)
-            # Bounds the record, whatever a peer sends.
+            # The number of entries is bounded, whatever a peer sends.
             if self.version < entry.version <= delta.end and (
                 key in self.entries or len(self.entries) < MAX_ENTRIES
             ):

@@ -10,7 +10,7 @@ from kvrs.gossip.facts import Fact, FactKind, FactRecord
 from kvrs.gossip.wire import KnownMember, MemberUpdate, Status, encoded_bytes
 from kvrs.ids import NodeId
 
-Random = Callable[[], float]  # Random numbers, uniform in [0, 1).
+Random = Callable[[], float]  # Function that returns random numbers, uniform in [0, 1).
 
 
 class Member:
@@ -33,7 +33,7 @@ class Member:
         return self.status <= Status.SUSPECT
 
     def known(self) -> tuple[KnownMember, int]:
-        """The digest entry, and its size in bytes; kept until a change."""
+        """Return the member's digest entry and its size in bytes; computed once per change."""
         if self._known is None:
             record = self.record
             version, floor = (record.version, record.floor) if record else (0, 0)
@@ -51,8 +51,9 @@ class Members:
     def __init__(self, me: Member, random: Random) -> None:
         self._random = random
         self.table: dict[NodeId, Member] = {me.id: me}
-        self.ids: list[NodeId] = [me.id]  # Sorted ids: a digest covers a range.
-        self.peers: list[Member] = []  # Members alive or suspected, without this node.
+        # Ids of all members, sorted, because a digest covers a range of ids.
+        self.ids: list[NodeId] = [me.id]
+        self.peers: list[Member] = []  # Members that are alive or suspect, without this node.
         self._round: list[Member] = []  # Members still to be probed in this round.
 
     def add(self, member: Member) -> None:
@@ -69,7 +70,7 @@ class Members:
         self.ids.remove(member.id)
 
     def set(self, member: Member, update: MemberUpdate, now_s: float) -> None:
-        """Change the state of a member."""
+        """Set a member's update, and add the member to the reachable ones or remove it."""
         was_reachable = member.reachable
         member.set(update, now_s)
         if member.reachable and not was_reachable:
@@ -106,7 +107,7 @@ class Members:
                 self._round[i], self._round[j] = self._round[j], self._round[i]
 
     def between(self, after: str, until: str) -> list[NodeId]:
-        """Ids in (after, until]; an empty bound is open."""
+        """Return the ids in (after, until]; an empty bound does not limit them."""
         first = bisect_right(self.ids, after) if after else 0
         last = bisect_right(self.ids, until) if until else len(self.ids)
         return self.ids[first:last]
@@ -127,7 +128,7 @@ class Facts:
 
     def __init__(self, members: Mapping[NodeId, Member]) -> None:
         self._members = members
-        self.unread = 0  # Number of received values that cannot be read.
+        self.unread = 0  # Number of received values that could not be decoded.
 
     def of(self, kind: type[F]) -> dict[tuple[NodeId, str], Report[F]]:
         return {
@@ -137,7 +138,7 @@ class Facts:
         }
 
     def about(self, kind: FactKind, name: str) -> Iterator[tuple[NodeId, Fact]]:
-        """Facts of this kind and name, and their publishing nodes."""
+        """Return each fact of this kind and name, with the node that published it."""
         for member in self._members.values():
             if member.record is not None and member.reachable:
                 held = member.record.entries.get((kind, name))
@@ -145,7 +146,7 @@ class Facts:
                     yield member.id, held.fact
 
     def all(self) -> Iterator[tuple[FactKind, NodeId, str, Report[Fact]]]:
-        """Kind, publishing node, name and report of every fact."""
+        """Return kind, publishing node, name and report of every fact."""
         for member in self._members.values():
             if member.record is None or not member.reachable:
                 continue

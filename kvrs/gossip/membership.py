@@ -68,8 +68,10 @@ class Membership:
     ) -> None:
         """`ring`: the cluster's secrets, the current one first."""
         self.id = me
-        self.malformed = 0  # Number of authentic packets that could not be decoded.
-        self.sent: Counter[str] = Counter()  # Sent packets and bytes, before sealing.
+        # Number of authentic packets that could not be decoded, since the start.
+        self.malformed = 0
+        # Number of sent packets, and of their bytes without the seal, since the start.
+        self.sent: Counter[str] = Counter()
         self._interval_s = probe_interval_s
         self._on_event = on_event
         self._clock = time.monotonic
@@ -88,7 +90,7 @@ class Membership:
         self._timer_due_s = 0.0
         self._gossip: Gossip | None = None
         self._named_seeds: dict[NodeId, tuple[str, int]] = {}
-        # Addresses of named seeds, by the last successful look-up.
+        # Addresses of seeds with host names, as last looked up.
         self._found_seeds: dict[NodeId, Address] = {}
         self._look_ups: asyncio.Task[None] | None = None
 
@@ -133,7 +135,7 @@ class Membership:
         self._transport.close()
         self._gossip = None
 
-    # Facts that this node publishes.
+    # The process publishes facts of its node by the methods below.
 
     def publish(self, name: str, fact: Fact) -> None:
         """Publish a fact. Raises GossipError: the record is full, or the fact cannot be encoded."""
@@ -146,7 +148,7 @@ class Membership:
         """Probe a node out of turn: a broken connection, for example, indicates its death."""
         self._execute(self._running.probe_now(node, self._clock()))
 
-    # Reading of the known state, without waiting.
+    # The methods below read the known state, without waiting.
 
     @property
     def members(self) -> Mapping[NodeId, Member]:
@@ -154,7 +156,7 @@ class Membership:
 
     @property
     def health(self) -> int:
-        """Lifeguard's local health score (0 = healthy)."""
+        """Return Lifeguard's local health score; 0: healthy, above: this node may miss packets."""
         return self._running.health
 
     @property
@@ -162,7 +164,7 @@ class Membership:
         return self._running.facts
 
     def is_dead(self, node: NodeId) -> bool:
-        """The node is declared dead; False for an unknown node."""
+        """Return whether the node is declared dead; False for an unknown node."""
         member = self._running.members.get(node)
         return member is not None and member.status is Status.DEAD
 
@@ -170,13 +172,15 @@ class Membership:
         return sum(member.status is status for member in self._running.members.values())
 
     def drops(self) -> dict[str, int]:
-        """Number of packets that were not accepted or not sent, by reason."""
+        """Return the number of packets that were not accepted or not sent, by reason, since the
+        start.
+        """
         rejected = {str(reason): count for reason, count in self._authenticator.rejected.items()}
         dropped = {str(reason): count for reason, count in self._transport.dropped.items()}
         return rejected | dropped | {"malformed": self.malformed}
 
     def describe(self) -> dict[str, Any]:
-        """Members and their facts as plain data, for the state page and tests."""
+        """Return the members and their facts as plain data, for the state page and tests."""
         gossip, now_s = self._running, self._clock()
         records: dict[NodeId, dict[str, dict[str, Any]]] = {}
         for kind, node, name, report in gossip.facts.all():
@@ -203,7 +207,9 @@ class Membership:
         return self._gossip
 
     def _is_lost(self, seed: NodeId) -> bool:
-        """The seed was never heard of, is dead or has left: its name may have another address."""
+        """Return whether the seed is unknown, dead or has left, so that its name may have another
+        address by now.
+        """
         member = self._running.members.get(seed)
         return member is None or not member.reachable
 
@@ -221,7 +227,7 @@ class Membership:
     async def _look_up(self, seeds: Iterable[NodeId], family: socket.AddressFamily) -> None:
         async def look_up(seed: NodeId) -> None:
             host, port = self._named_seeds[seed]
-            with suppress(OSError):  # The last answer stays valid.
+            with suppress(OSError):  # If a look-up fails, the last found address stays in use.
                 self._found_seeds[seed] = await first_address(host, family), port
 
         await asyncio.gather(*map(look_up, seeds))
@@ -237,8 +243,9 @@ class Membership:
         self._execute(self._gossip.handle(packet, sender, self._clock()))
 
     def _outdated_reply(self, node: NodeId, epoch: int) -> bytes:
-        """Answer to an outdated run: the epoch that replaced it. A newer process that began with
-        too low an epoch takes a higher one; an older process stops.
+        """Return the payload for a run that the run with `epoch` has replaced: an update with that
+        epoch. If the receiver is in fact the newer process, it takes a higher epoch; an older
+        process stops.
         """
         me = self._running.members[self.id]
         return encode(
@@ -294,7 +301,7 @@ def _log_event(event: Event) -> None:
                 extra={"epoch": epoch},
             )
         case RecordChanged():
-            pass  # Too frequent to log.
+            pass  # These events are too frequent to log.
         case _:
             assert_never(event)
 

@@ -41,13 +41,14 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-TOMBSTONE_S = 60.0  # Time for which a deleted entry is remembered.
-# Share of an interval; smaller delays, of a busy event loop, do not stop the node's own time.
+TOMBSTONE_S = 60.0  # Time for which the tombstone of a removed entry is kept.
+# Share of a probe interval: a tick that is late by less, because the event loop is busy, does not
+# stop the node's own time.
 _LATE_SHARE = 0.1
 
 
 class Gossip:
-    """State of one member of the gossip. `facts` and `members` are dictionaries, for decisions."""
+    """State of one member of the gossip. Decisions read `facts` and `members`."""
 
     def __init__(
         self,
@@ -77,12 +78,13 @@ class Gossip:
         self._exchange = Exchange(self._detector, probe_interval_s, self._seeds, random, now_s)
         self._record = self._detector.me.record = FactRecord()
         self._own_s = now_s
-        self._missed_s = 0.0  # The node's own time is now_s minus this.
+        # Time that the node's own time has missed: own time is `now_s` minus this.
+        self._missed_s = 0.0
         self._late_s = probe_interval_s * _LATE_SHARE
         self._due_s = now_s
         self._collect_at_s = now_s + tombstone_s
 
-    # Calls of the transport.
+    # The transport calls the methods below.
 
     @property
     def next_tick_s(self) -> float:
@@ -116,7 +118,7 @@ class Gossip:
             case Delta():
                 self._exchange.on_delta(sender, packet, own_s, now_s)
             case Push():
-                pass  # The packet's updates are applied below.
+                pass  # A Push has only updates, which were applied above.
             case _:
                 assert_never(packet)
         return self._take_sends()
@@ -135,16 +137,18 @@ class Gossip:
         return self._take_sends()
 
     def take_events(self) -> list[Event]:
-        """Take the events since the last call."""
+        """Return the events since the last call."""
         events, self._detector.events = self._detector.events, []
         return events
 
     def address_of(self, node: NodeId) -> str | None:
-        """Address of a node as it has published it, or else as configured."""
+        """Return the address of a node that it has published, or else its configured one; None:
+        neither.
+        """
         member = self._detector.members.table.get(node)
         return member.address if member is not None else self._seeds.get(node)
 
-    # Calls of this node.
+    # The node's process calls the methods below.
 
     def publish(self, name: str, fact: Fact, now_s: float) -> None:
         """Write a fact into this node's record.
@@ -162,7 +166,7 @@ class Gossip:
         self._write(kind, name, value, now_s)
 
     def withdraw(self, kind: FactKind, name: str, now_s: float) -> None:
-        """Remove a fact from this node's record."""
+        """Remove a fact from this node's record; without effect if it has none."""
         held = self._record.entries.get((kind, name))
         if held is not None and held.value is not None:
             self._write(kind, name, None, now_s)
@@ -181,7 +185,7 @@ class Gossip:
         self._detector.leave(self._advance(now_s))
         return self._take_sends()
 
-    # Reading of the state.
+    # The methods below read the state.
 
     @property
     def members(self) -> Mapping[NodeId, Member]:
@@ -195,19 +199,22 @@ class Gossip:
 
     @property
     def health(self) -> int:
-        """Lifeguard's local health score (0 = healthy); a higher one gives others more time."""
+        """Lifeguard's local health score; 0: healthy. A higher score gives other members more time
+        to answer.
+        """
         return self._detector.prober.health
 
     @property
     def over(self) -> bool:
-        """The node has left, or another process has its name: it no longer sends anything."""
+        """True once the node has left or another process has its name: then it sends nothing."""
         return self._detector.over
 
     def _advance(self, now_s: float) -> float:
         own_s = now_s - self._missed_s
-        if now_s >= self.next_tick_s:  # The tick is never too early, despite rounding.
+        # A tick at `next_tick_s` is never too early, although the sum is rounded.
+        if now_s >= self.next_tick_s:
             own_s = max(own_s, self._due_s)
-        if own_s < self._own_s:  # The clock was set back.
+        if own_s < self._own_s:  # The caller's clock was set back.
             self._missed_s -= self._own_s - own_s
             own_s = self._own_s
         elif own_s > self._due_s + self._late_s:

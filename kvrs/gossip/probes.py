@@ -16,12 +16,14 @@ from kvrs.gossip.wire import Ack, IndirectAck, Nack, Ping, PingReq, text_bytes
 from kvrs.ids import NodeId
 
 _WAVES = 3
-RELAYS = 3  # Members asked for an indirect ping, with the second and the third ping.
-# Upper bound of the local health score (Lifeguard): timeouts grow by up to 1 + this factor.
+# Number of members that are asked for an indirect ping with the second ping of a probe, and again
+# with the third.
+RELAYS = 3
+# Upper bound of the local health score (Lifeguard): timeouts are at most 1 + this times as long.
 HEALTH_MAX = 8
 # Share of the requester's timeout after which a relay sends a nack (Lifeguard, LHA-Probe).
 _NACK_SHARE = 0.8
-_MAX_RELAYED = 1024  # Most relayed pings at a time; the oldest is dropped.
+_MAX_RELAYED = 1024  # Most relayed pings that wait for an ack; a further one drops the oldest.
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +35,7 @@ class Probe:
     due_s: float = inf
     waves: int = 0
     relays: tuple[NodeId, ...] = ()
-    # Relays that answered without an ack of the target.
+    # Relays that reported no ack of the target.
     nacks: set[NodeId] = field(default_factory=set)
 
 
@@ -85,11 +87,13 @@ class Prober:
         self.next_wave(probe, now_s)
 
     def due(self, now_s: float) -> list[Probe]:
-        """Probes whose next wave or failure is due."""
+        """Return the probes whose next pings, or whose failure, is due."""
         return [probe for probe in self._probes.values() if probe.due_s <= now_s]
 
     def next_wave(self, probe: Probe, now_s: float) -> Member | None:
-        """Send the next pings of a probe; return its target if it has failed instead."""
+        """Send the next pings of a probe; return its target if all pings remained unanswered, so
+        that the probe has failed. None: it goes on, or its target is gone.
+        """
         target = self._members.table.get(probe.target)
         if target is None or not target.reachable or target.epoch != probe.epoch:
             del self._probes[probe.seq]
@@ -124,7 +128,7 @@ class Prober:
         self._probes.clear()
         self._relayed.clear()
 
-    # Received packets.
+    # The methods below handle received packets.
 
     def on_ping(self, sender: NodeId, ping: Ping) -> None:
         updates = self._sender.piggyback(sender)
@@ -132,7 +136,9 @@ class Prober:
         self._sender.send(sender, ack)
 
     def on_ack(self, sender: NodeId, ack: Ack) -> bool:
-        """End a probe of this node (True), or pass the ack on to the requester."""
+        """End a probe of this node that the ack answers, and return True; else pass the ack on to
+        the node that requested the ping, and return False.
+        """
         if ack.seq in self._probes:
             return self._succeeded(ack.seq, sender)
         relayed = self._relayed.get(ack.seq)
@@ -147,8 +153,8 @@ class Prober:
         return False
 
     def on_indirect_ack(self, ack: IndirectAck) -> bool:
-        """End a probe of this node. False: the ack is late, perhaps for an earlier process of this
-        name.
+        """End the probe of this node that the ack answers, and return True. False: the ack is late,
+        perhaps for an earlier process of this name.
         """
         return self._succeeded(ack.seq, ack.target)
 

@@ -19,30 +19,30 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 
-# Rounds in which a new update is pushed. Missed nodes get it by piggybacking, and then by
-# anti-entropy.
+# Number of times that a new update is pushed to some peers. The other nodes get it by piggybacking,
+# and then by anti-entropy.
 _PUSHES = 2
 _PUSH_SHARE = 0.2  # Share of a probe interval between two pushes.
-FANOUT = 3  # Members per push.
+FANOUT = 3  # Number of peers to which a push is sent.
 _RETRANSMIT_MULT = 4  # An update is piggybacked on this many packets, times log10(members).
 ROOM_BYTES = MAX_PACKET_BYTES - HEADER_BYTES
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    to: NodeId  # Receiver; `Gossip.address_of` has its address.
+    to: NodeId  # Receiver; `Gossip.address_of` returns its address.
     packet: Packet
 
 
 @dataclass(slots=True, eq=False)
 class _Broadcast:
     member: Member
-    pushes: int = _PUSHES  # Remaining pushes.
-    sent: int = 0  # Number of packets that carried the update.
+    pushes: int = _PUSHES  # Number of times that the update is still to be pushed.
+    sent: int = 0  # Number of packets on which the update was piggybacked.
 
 
 class PacketSender:
-    """Collects packets in `sends`, and updates of members until they were sent often enough: at
-    most one per member, always of its present state.
+    """Collects packets to send in `sends`, and keeps updates of members until they were sent often
+    enough: at most one per member, of its present state.
     """
 
     def __init__(self, me: Member, members: Members, interval_s: float) -> None:
@@ -52,13 +52,15 @@ class PacketSender:
         self._members = members
         self._push_interval_s = interval_s * _PUSH_SHARE
         self._broadcasts: dict[NodeId, _Broadcast] = {}
-        self._limit = 0  # Number of packets that an update is piggybacked on.
+        self._limit = 0  # Number of packets on which an update is piggybacked before it is dropped.
 
     def send(self, to: NodeId, packet: Packet) -> None:
         self.sends.append(Send(to, packet))
 
     def broadcast(self, member: Member, now_s: float) -> None:
-        """Send the state of a member to all others, over time."""
+        """Send the present state of a member with this node's next packets, so that all nodes get
+        it.
+        """
         self._broadcasts.pop(member.id, None)
         self._broadcasts[member.id] = _Broadcast(member)
         count = len(self._members.peers) + 2
@@ -69,8 +71,8 @@ class PacketSender:
         self._broadcasts.pop(member.id, None)
 
     def piggyback(self, to: NodeId, room: int = ROOM_BYTES) -> tuple[MemberUpdate, ...]:
-        """Updates to add to a packet for this member. One about the member itself goes first,
-        unless it is alive, so that it can refute (Lifeguard, Buddy System).
+        """Return the updates to add to a packet for a member, at most `room` bytes. A suspicion or
+        death of the member itself comes first, so that it can refute (Lifeguard, Buddy System).
         """
         member, updates = self._members.table.get(to), list[MemberUpdate]()
         if member is not None and member.status is not Status.ALIVE:
@@ -87,7 +89,7 @@ class PacketSender:
         """Send new updates to some peers; what does not fit waits for the next push."""
         peers = self._members.random_peers(FANOUT)
         new = [broadcast for broadcast in self._broadcasts.values() if broadcast.pushes]
-        # Without peers the updates wait.
+        # If there are no peers, the updates wait for the next push.
         if peers and (pushed := self._fitting(new, ROOM_BYTES)):
             updates = tuple(broadcast.member.update for broadcast in pushed)
             push = Push(self._me.epoch, self._me.incarnation, updates)
@@ -100,7 +102,7 @@ class PacketSender:
         self.push_at_s = now_s + self._push_interval_s if waits else inf
 
     def _fitting(self, broadcasts: Iterable[_Broadcast], room: int) -> list[_Broadcast]:
-        """Broadcasts that fit, least often sent first."""
+        """Return the broadcasts that fit into `room` bytes, the least often sent first."""
         found = list[_Broadcast]()
         for broadcast in sorted(broadcasts, key=lambda broadcast: broadcast.sent):
             room -= broadcast.member.update_bytes

@@ -32,10 +32,12 @@ from kvrs.gossip.authenticator import (
 )
 from kvrs.ids import NodeId
 
-_DATAGRAMS_PER_TURN = 64  # Datagrams before other callbacks of the event loop run.
-_SOCKET_BUFFER_BYTES = 1 << 20  # Room for about a thousand datagrams.
-_MAX_PENDING = 1024  # Most nodes without an accepted packet; the last packet to each is kept.
-_PENDING_S = 1.0  # Age up to which a kept packet is sent again.
+# Most datagrams that are read before other callbacks of the event loop run.
+_DATAGRAMS_PER_TURN = 64
+_SOCKET_BUFFER_BYTES = 1 << 20  # Size of the kernel's receive buffer: about a thousand datagrams.
+# Most nodes without an accepted packet for which the last packet to them is kept, to be sent again.
+_MAX_PENDING = 1024
+_PENDING_S = 1.0  # Age up to which a kept packet is sent again once the node has answered.
 
 
 class Drop(StrEnum):
@@ -49,10 +51,11 @@ class Drop(StrEnum):
 
 
 class Transport:
-    """Calls `receive(sender, payload)` for accepted packets; `address_of` returns a node's address,
-    if it is known.
+    """Sends and receives packets: `receive(sender, payload)` is called for each accepted packet,
+    and `address_of` returns a node's address or None.
 
-    `outdated(sender, epoch)` returns the payload for a run of the sender that this epoch replaced.
+    `outdated(sender, epoch)` returns the payload of the answer to a run of the sender that the run
+    with this epoch has replaced.
     """
 
     def __init__(
@@ -96,11 +99,12 @@ class Transport:
         self._udp.close()
 
     def send(self, to: NodeId, payload: bytes) -> None:
-        """Send a packet without waiting."""
+        """Send a packet without waiting; a packet that cannot be sent is dropped and counted."""
         if (address := self._address_of(to)) is None:
             self.dropped[Drop.NO_ADDRESS] += 1
             return
-        # Unknown sources must not crowd out the answer.
+        # The receiver gets a bucket of its own, so that packets of unknown sources cannot crowd out
+        # its answer.
         self._rates.on_authentic(address, self._clock())
         if to not in self._authenticator.senders and len(self._pending) < _MAX_PENDING:
             self._pending[to] = payload, self._clock()
@@ -109,7 +113,8 @@ class Transport:
     def _send_datagram(self, address: Address, packet: bytes) -> None:
         try:
             self._udp.sendto(packet, address)
-        except OSError:  # A full buffer or a missing route counts as a lost packet.
+        # A full buffer and a missing route are treated like a packet lost on its way.
+        except OSError:
             self.dropped[Drop.SOCKET] += 1
 
     def _read_datagrams(self) -> None:
@@ -119,7 +124,7 @@ class Transport:
                 size, source = self._udp.recvfrom_into(self._buffer)
             except BlockingIOError:
                 return
-            except OSError:  # An earlier send reports its error here.
+            except OSError:  # The kernel reports the error of an earlier send here.
                 self.dropped[Drop.SOCKET] += 1
                 continue
             self._take(view[:size], source[:2])

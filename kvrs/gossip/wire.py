@@ -25,11 +25,12 @@ MAX_ADDRESS_CHARS = 128
 MAX_SUSPECTORS = 8
 MAX_ENTRIES = 256  # Most entries of a node's record.
 MAX_VALUE_BYTES = 512
-# Bound of a datagram: below 1,400 with addresses and authentication, which fits the usual MTU. It
-# bounds every list's length.
+# Most bytes of an encoded packet: with headers and authentication a datagram stays below 1,400,
+# which fits the usual MTU. Lists in packets are as long as fits.
 MAX_PACKET_BYTES = 1280
 
-MAX_NUMBER = (1 << 63) - 1  # Highest number that msgspec can compare.
+# Highest allowed number, which is the highest bound that msgspec can check.
+MAX_NUMBER = (1 << 63) - 1
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Node = Annotated[NodeId, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -40,17 +41,18 @@ Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 
 
 class Status(IntEnum):
-    """Status in order of precedence: of two updates with equal epoch and incarnation the higher one
-    holds.
+    """Status of a member, in order of precedence: of two updates with equal epoch and incarnation
+    the higher status holds.
     """
 
     ALIVE = 0
     SUSPECT = 1
     DEAD = 2
-    LEFT = 3  # The node itself announced its leave.
+    LEFT = 3  # The node itself has announced that it leaves.
 
 
-State = tuple[int, int, Status]  # Epoch, incarnation, status: the larger is the newer.
+# Epoch, incarnation and status of a member: the larger tuple is the newer state.
+State = tuple[int, int, Status]
 
 
 class MemberUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -73,11 +75,11 @@ class KnownMember(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Entry of a digest: a member's newest state and record version at the sender."""
 
     id: Node
-    epoch: Natural  # Epoch; 0: the member is unknown.
+    epoch: Natural  # Epoch of the member's known process; 0: the member is unknown.
     incarnation: Natural
     status: Status
     version: Natural
-    floor: Natural  # Version up to which tombstones are forgotten.
+    floor: Natural  # Version of the record up to which tombstones are forgotten.
 
     @property
     def state(self) -> State:
@@ -88,14 +90,14 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: Natural  # Value of `facts.FactKind`; unknown kinds are passed on undecoded.
     name: Name
     version: Natural
-    # Time since its owner wrote it, summed over the clocks of the nodes that passed it on: no two
-    # clocks are compared.
+    # Time since the owner wrote the entry, summed over the clocks of the nodes that passed it on:
+    # no two clocks are compared.
     age_ms: Natural
     value: Value | None  # Encoded fact; None: a tombstone.
 
 
 class RecordDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Changes of a node's record from version `start` (exclusive) to `end`."""
+    """Changes of a node's record after version `start`, up to `end`."""
 
     id: Node
     epoch: Natural
@@ -106,7 +108,7 @@ class RecordDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class _Packet(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    epoch: Natural  # Epoch of the sender.
+    epoch: Natural  # Epoch of the packet's sender.
     incarnation: Natural
 
 
@@ -144,7 +146,9 @@ class Push(_Packet, frozen=True, tag=6):
 
 
 class Digest(_Packet, frozen=True, tag=7):
-    """A digest of every node whose id lies in (after, until]; an empty bound is open."""
+    """Digest entries of all members that the sender knows with an id in (after, until]; an empty
+    bound does not limit them.
+    """
 
     after: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     until: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
@@ -181,14 +185,17 @@ def decode(data: bytes) -> Packet:
     return packet
 
 
-HEADER_BYTES = 64  # Largest size of a packet without its texts and its lists' entries.
+# Upper bound of an encoded packet's bytes without its texts and the entries of its lists.
+HEADER_BYTES = 64
 
 
 def encoded_bytes(part: MemberUpdate | KnownMember | Entry | RecordDelta) -> int:
-    """Size of an entry of a packet's lists, by which packets are filled before encoding."""
+    """Return the encoded bytes of an entry of a packet's list, so that packets are filled before
+    they are encoded.
+    """
     return len(_encoder.encode(part))
 
 
 def text_bytes(text: str) -> int:
-    """Upper bound of the size of an encoded text."""
+    """Return an upper bound of the encoded bytes of a text."""
     return 2 + len(text.encode())

@@ -56,7 +56,7 @@ def listen_unix(directory: Path) -> socket.socket:
 
 def _give_to_group(directory: int) -> None:
     for group in (os.stat("..", dir_fd=directory).st_gid, os.getegid()):
-        # This user is not in the group, and leaves the directory to the own group.
+        # An OSError shows that this user is not in the group; then the own group is tried.
         with suppress(OSError):
             os.chown(_SOCKET, -1, group, dir_fd=directory, follow_symlinks=False)
             os.fchown(directory, -1, group)
