@@ -1,10 +1,10 @@
-"""DistServe's server with what kvrs adds to it: a prefill and a decode instance of the cluster.
+"""DistServe's server with the additions of kvrs: a prefill and a decode instance of the cluster.
 
     python -m distserve_patches.api_server <DistServe's own flags> --kvrs-config FILE --kvrs-node
     NODE [--epoch N]
 
-It prints "ready" once both instances take requests, and serves until SIGTERM or Ctrl-C. Hosts and
-ports come from the file.
+The server prints "ready" once both instances take requests, and serves until SIGTERM or Ctrl-C.
+Hosts and ports come from the file.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from kvrs_engine.engine.nursery import die_with_parent
 if TYPE_CHECKING:
     from distserve_patches.server import Launch
 
-# Upstream's default would be more than a laptop has; the tiny model needs none of it.
+# Upstream's default exceeds a laptop's memory; the tiny model needs no swap space.
 _SWAP_SPACE_OFF_GPU_GB = 1
 
 
@@ -94,7 +94,7 @@ def _serve(arguments: Sequence[str]) -> None:
     flags = parser.parse_args(arguments)
     _check(flags, config, node)
     log_to_stderr()
-    # Upstream reports every step, and a status every second.
+    # Upstream logs every step, and a status every second.
     logging.getLogger("distserve").setLevel(logging.WARNING)
 
     from distserve_patches.server import Launch
@@ -114,7 +114,7 @@ def _run(launch: "Launch") -> None:
     wanted_gpus = _wanted_gpus(flags)
     _start_ray(wanted_gpus, off_gpu=launch.off_gpu)
     upstream.use_worker(PageWorker)
-    # Not on the event loop: upstream starts one of its own.
+    # The event loop must not run yet, since upstream starts its own.
     try:
         engine = RecoverableEngine.from_args(flags)
     except (AssertionError, ValueError) as error:
@@ -123,7 +123,7 @@ def _run(launch: "Launch") -> None:
 
     async def serve() -> None:
         stop = asyncio.Event()
-        # After Ray, which takes some of them for itself.
+        # Ray takes some signals for itself, so the handlers come later.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await Server(launch, engine, model).serve(stop, lambda: print("ready", flush=True))
@@ -135,10 +135,8 @@ def _run(launch: "Launch") -> None:
 
 
 def _start_ray(wanted_gpus: int, *, off_gpu: bool) -> None:
-    """Join the Ray that RAY_ADDRESS names, or the one that runs on this machine; off the GPU, else
-    start one.
-    """
-    # Upstream reads the answer of one rank; errors of the others when a stage dies are expected.
+    """Join the Ray of RAY_ADDRESS or of this machine; off the GPU, else start one."""
+    # Upstream reads the answer of one rank; other ranks' errors are expected when a stage dies.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
@@ -196,7 +194,7 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
     """Check the flags before anything is loaded.
 
     Raises:
-        ConfigError: one of them cannot work.
+        ConfigError: a flag cannot work.
     """
     _check_model(flags, config)
     model = ModelConfig.from_directory(Path(flags.model))

@@ -1,11 +1,10 @@
-"""DistServe's block manager over our page manager: a block is a page, so it can be found by its
-tag, pinned and leased.
+"""DistServe's block manager over the page manager of kvrs: a block is a page, which can be found by
+its tag, pinned and leased.
 
-Upstream's schedulers count blocks of requests and do not see pages that others hold: peers that are
-being sent a page, recoveries whose pages are on their way in. So the one number that they compare
-with, `max_num_gpu_blocks`, is what the requests have in their tables plus what could still be given
-to them. With it, whatever the schedulers let through finds its blocks, and upstream's assertions
-hold under any pins.
+Upstream's schedulers count blocks of requests and do not see pages with other holders, such as
+peers that are being sent a page, or recoveries that wait for pages. The schedulers' only limit,
+`max_num_gpu_blocks`, is therefore the number of blocks that the requests have and could get. So
+every scheduled request finds its blocks, and upstream's assertions hold under any pins.
 """
 
 import asyncio
@@ -28,32 +27,31 @@ def _no_room_to_swap(request: Any) -> None:
 
 
 class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no types.
-    """Upstream's block manager for the host, a page manager for the GPU."""
+    """Upstream's block manager for the host, with a page manager for the GPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take upstream's arguments."""
-        # On the GPU. A block that two requests share counts twice, as the schedulers count it.
+        # GPU blocks. A block that two requests share counts twice, as in the schedulers.
         self._blocks_in_tables = 0
         self._last_swap_out: Sequence[Awaitable[object]] = ()
         self.free_gpu_blocks_list: list[int]
         self.swapping_gpu_blocks_list: list[int]
         super().__init__(*args, **kwargs)
         self.pages = PageManager(len(self.free_gpu_blocks_list), self.cache_config.block_size)
-        self.free_gpu_blocks_list = []  # From here on pages say what is free.
-        # Called with a request that should be swapped out and finds no room; it has no blocks any
-        # more.
+        self.free_gpu_blocks_list = []  # The page manager has the free pages from here on.
+        # Called with a request that has no blocks any more, since no swap space was left.
         self.on_swap_full: Callable[[Any], None] = _no_room_to_swap
 
-    # What the schedulers ask.
+    # Calls of the schedulers.
 
     @property
     def max_num_gpu_blocks(self) -> int:
-        """How many blocks requests have and could get; pages that others pin are not counted."""
+        """Number of blocks that requests have and could get, without pages with other pins."""
         return self.pages.free_pages + self._blocks_in_tables
 
     @max_num_gpu_blocks.setter
     def max_num_gpu_blocks(self, blocks: int) -> None:
-        """Ignored: upstream sets the total, from which the pages were made."""
+        """Ignore the total that upstream sets: the pages were made from it."""
 
     def get_num_avail_gpu_blocks(self) -> int:
         return self.pages.free_pages
@@ -69,19 +67,19 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
     # Ownership.
 
     def gpu_blocks(self, request_id: int) -> list[int]:
-        """The request's pages, in order; none while it is swapped out or unknown. A swap changes
-        them.
+        """The request's pages, in order; none while the request is swapped out or unknown. A swap
+        changes the pages.
         """
         on_gpu = self.request_location.get(request_id) is BlockLocation.GPU
         return list(self.block_table[request_id]) if on_gpu else []
 
     def adopt(self, request: Any, blocks: Sequence[int]) -> None:
-        """Make these the request's blocks: the first ones hold the KV of its whole input, the
+        """Give these blocks to the request: the first blocks hold the KV of its whole input, the
         others are given back.
 
-        The caller has a hard pin on each, which passes over. Not for blocks that are only
-        reserved: the schedulers take all blocks in tables for those of requests in their queues.
-        The block that is written next must be the request's alone.
+        The caller passes on a hard pin of each block. Reserved blocks are excluded: the schedulers
+        take all blocks in tables for those of requests in their queues. The block that is written
+        next must belong to the request alone.
         """
         request_id, tokens = request.request_id, request.get_input_len()
         assert request_id not in self.block_table, f"request {request_id} has blocks"
@@ -119,8 +117,8 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
     # Swapping.
 
     def swap_out_requests(self, requests: list[Any]) -> None:
-        """Swap requests out. Those for which there is no room are given up instead: `on_swap_full`
-        is called with each.
+        """Swap requests out. A request without room is given up instead, and `on_swap_full` is
+        called.
         """
         for request in requests:
             if self.get_allocated_num_blocks(request.request_id) <= self.get_num_avail_cpu_blocks():
@@ -130,8 +128,8 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
                 self.on_swap_full(request)
 
     def swap_requests(self, requests: list[Any], is_swap_in: bool) -> None:
-        """Swap, and have the workers finish swapping out before their next call. Upstream lets
-        blocks that are being copied out rest until blocks run short, which is just then.
+        """Swap, and make the workers finish swapping out before their next call. Upstream lets
+        blocks rest that are being copied out until blocks run short, which is just then.
         """
         super().swap_requests(requests, is_swap_in)
         if not is_swap_in:
@@ -140,10 +138,10 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
             self._give_back(copied)
 
     async def swapped_out(self) -> None:
-        """Wait until no block that is free by now is still being copied out.
+        """Wait until no free block is still being copied out.
 
-        Needed only before writing into blocks past the workers' queue of steps. The workers keep
-        order, so the last call stands for all before it.
+        Only writes into blocks past the workers' queue of steps need this wait. The workers keep
+        order, so the last call stands for all earlier calls.
         """
         while self._last_swap_out:
             waited_for = self._last_swap_out

@@ -1,4 +1,4 @@
-"""Finds and imports a checkout of DistServe; nothing is checked and nothing patched here."""
+"""Finds and imports a checkout of DistServe, without checks and patches."""
 
 import importlib
 import os
@@ -12,10 +12,10 @@ HOME_ENV = "DISTSERVE_HOME"
 
 
 def find(home: Path | str | None) -> Path:
-    """The directory of the checkout: `home`, or what the environment names.
+    """Find the directory of the checkout: `home`, or that of the environment.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the directory is missing.
     """
     given = home or os.environ.get(HOME_ENV)
     if not given:
@@ -30,12 +30,12 @@ def find(home: Path | str | None) -> Path:
 
 
 def import_plain(home: Path, *, off_gpu: bool) -> None:
-    """Import the checkout, with no more than stands for SwiftTransformer `off_gpu`.
+    """Import the checkout, with a stand-in for SwiftTransformer if `off_gpu`.
 
     Raises:
-        ConfigError: something is missing that it imports.
+        ConfigError: an import of the checkout is missing.
     """
-    # Before an installed DistServe; a checkout has no module at its top that others could mean.
+    # First on the path, before an installed DistServe. The checkout has no other ambiguous modules.
     sys.path.insert(0, str(home))
     try:
         _import(off_gpu=off_gpu)
@@ -44,7 +44,7 @@ def import_plain(home: Path, *, off_gpu: bool) -> None:
             f"DistServe at {home}: {error}; `pip install 'kvrs[distserve]'` brings what it imports"
         ) from error
     except (OSError, RuntimeError) as error:
-        # SwiftTransformer is not there, or was built for another torch.
+        # SwiftTransformer is missing, or was built for another torch.
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"DistServe at {home}: {reason} (SWIFT_TRANSFORMER_LIB_PATH says where the library is)"
@@ -63,9 +63,7 @@ def _import(*, off_gpu: bool) -> None:
 
 
 def para_worker() -> Any:
-    """Upstream's `ParaWorker` as the plain class that it is below Ray's decorator: what to
-    subclass.
-    """
+    """Return upstream's `ParaWorker` as a plain class, without Ray's decorator, to subclass."""
     from distserve.worker import ParaWorker
 
     return ParaWorker.__ray_metadata__.modified_class.__ray_actor_class__

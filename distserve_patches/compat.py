@@ -1,5 +1,5 @@
 """Patches that let DistServe run under today's Python and Ray, and report its failures. The README
-gives each patch's reason.
+gives the reason of each patch.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ def apply() -> None:
 
 
 class Asyncio:
-    """`asyncio` as the stage engines see it."""
+    """`asyncio` for the stage engines."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)

@@ -1,7 +1,7 @@
 """The runs of DistServe's two instances: their jobs at the engine, their tokens and pages.
 
-Needs no DistServe. Both cores share one engine: a run that comes to the decode instance without KV
-goes through the context stage.
+The module needs no DistServe. Both cores share one engine: a run that arrives at the decode
+instance without KV goes through the context stage.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.sequences import Pull, Sequence
 from kvrs_engine.scheduling.sources import next_source
 
-if TYPE_CHECKING:  # It needs DistServe.
+if TYPE_CHECKING:  # The module needs DistServe.
     from distserve_patches.engine import RecoverableEngine
 
 log = logging.getLogger(__name__)
@@ -31,12 +31,10 @@ _JOB_IDS = itertools.count()
 
 
 class PrefillQueue:
-    """The prompts that the context stage has taken and not finished, and the time that they will
-    take it.
-    """
+    """The unfinished prompts of the context stage, with their predicted times."""
 
     def __init__(self) -> None:
-        self.prefill: PrefillTable | None = None  # Unknown until it was measured.
+        self.prefill: PrefillTable | None = None  # None until the measurement.
         self._waiting: dict[Job, float] = {}
 
     @property
@@ -52,18 +50,18 @@ class PrefillQueue:
         self._waiting[job] = self.seconds(len(job.history))
 
     def remove(self, job: Job) -> None:
-        """The job is computed, or was aborted; to remove it twice is harmless."""
+        """Remove a job that was computed or aborted, at most once."""
         self._waiting.pop(job, None)
 
 
 class _JobRun:
-    """One run and the engine's job for it; the sink of that job."""
+    """One run with the engine's job, and the sink of the job."""
 
     def __init__(self, core: "StageCore", run: GenerationRun, *, prefill_only: bool) -> None:
         self.core = core
         self.run = run
         self.ended = False
-        self.decodes = False  # Its tokens come from the decoding stage, and its KV lies there.
+        self.decodes = False  # The decoding stage has the KV and makes the tokens.
         sequence = run.sequence
         left = max(1, run.max_tokens - run.produced_tokens)
         self.job = Job(next(_JOB_IDS), list(sequence.token_ids), left, prefill_only, self)
@@ -120,7 +118,7 @@ class StageCore(RunCore):
         super()._end(run, output)
 
     def fail(self, job_run: _JobRun, cause: str) -> None:
-        """The engine lost the run; without effect on one that has ended."""
+        """End a run that the engine lost, unless it has ended."""
         if not job_run.ended:
             run = job_run.run
             log.warning("run lost", extra={"stream": run.sequence.stream, "cause": cause})
@@ -128,17 +126,17 @@ class StageCore(RunCore):
             self._end(run, None)
 
     def compute(self, job_run: _JobRun) -> None:
-        """Have the context stage compute the history."""
+        """Let the context stage compute the history."""
         pages = self.engine.stage(Stage.CONTEXT).pages
         job_run.run.sequence.extend_tags(pages.page_size_tokens)
         self.queue.add(job_run.job)
         self.engine.begin(job_run.job)
 
     def retain(self, job_run: _JobRun) -> None:
-        """Lease what the context stage has computed: to be found by its tags, and by its stream."""
+        """Lease the KV at the context stage, so that tags and stream find it."""
         sequence, pages = job_run.run.sequence, self.engine.stage(Stage.CONTEXT).pages
         blocks = self.engine.blocks(job_run.job, Stage.CONTEXT)
-        # Equal pages of another stream may be registered: then those are found, and kept.
+        # Equal pages of another stream may be registered: these are found, and kept.
         full = [
             pages.register(block, tag) for block, tag in zip(blocks, sequence.tags, strict=False)
         ]
@@ -148,11 +146,11 @@ class StageCore(RunCore):
 
     @abstractmethod
     def prefilled(self, job_run: _JobRun) -> None:
-        """The context stage's blocks hold the KV of the history."""
+        """Handle that the context stage's blocks hold the KV of the history."""
 
     @abstractmethod
     def take(self, job_run: _JobRun, token_id: int) -> bool:
-        """Apply one output token of the job. Returns whether more are wanted."""
+        """Apply one output token of the job. Return whether more tokens are wanted."""
 
 
 class PrefillCore(StageCore):
@@ -172,7 +170,7 @@ class PrefillCore(StageCore):
 
 
 class DecodeCore(StageCore):
-    """Produces tokens: from KV that peers hold, or through its own server's context stage."""
+    """Produces tokens from KV of peers, or through the context stage of the same server."""
 
     prefill_only = False
 
@@ -185,9 +183,9 @@ class DecodeCore(StageCore):
         lease_s: float,
     ) -> None:
         super().__init__(engine, queue, clock=clock, lease_s=lease_s)
-        self.fetcher: PageFetcher | None = None  # Of the running stage.
-        self._parked: list[_JobRun] = []  # Runs that need the context stage, which is down.
-        # Gets the unexpected error that ended a pull.
+        self.fetcher: PageFetcher | None = None  # Fetcher of the running stage.
+        self._parked: list[_JobRun] = []  # Runs that wait for the context stage, which is down.
+        # Set to the unexpected error that ended a pull.
         self.bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pulls: set[asyncio.Task[None]] = set()
 
@@ -197,7 +195,7 @@ class DecodeCore(StageCore):
 
     @property
     def parked(self) -> int:
-        """How many runs wait until the context stage is up again."""
+        """Number of runs that wait for the context stage."""
         return sum(not job_run.ended for job_run in self._parked)
 
     def stage_changed(self, stage: Stage, *, alive: bool) -> None:
@@ -211,7 +209,7 @@ class DecodeCore(StageCore):
                     self.fail(job_run, "the decoding stage is down")
 
     def compute(self, job_run: _JobRun) -> None:
-        # No other instance may be able to: the context stage is back soon, or the client gives up.
+        # The context stage returns soon, or the client gives up: other instances may lack it too.
         if self.engine.stage(Stage.CONTEXT).alive:
             super().compute(job_run)
         elif self.engine.stage(Stage.DECODING).alive:
@@ -235,7 +233,7 @@ class DecodeCore(StageCore):
     def take(self, job_run: _JobRun, token_id: int) -> bool:
         run, sequence = job_run.run, job_run.run.sequence
         if job_run.decodes:
-            # This step has read the token before, and written its KV.
+            # This step has read the previous token, and written its KV.
             self._note_filled(job_run)
         job_run.decodes = True
         sequence.token_ids.append(token_id)
@@ -253,7 +251,7 @@ class DecodeCore(StageCore):
         if full_pages == run.reported_pages:
             return
         blocks = self.engine.blocks(job_run.job, Stage.DECODING)
-        # A swap moves them to other blocks, which are registered anew.
+        # A swap moves the pages to other blocks, which are registered anew.
         known = (
             run.reported_pages
             if blocks[: run.reported_pages] == sequence.pages[: run.reported_pages]
@@ -271,22 +269,20 @@ class DecodeCore(StageCore):
             self.bug.set_exception(bug)
 
     async def _take_over(self, job_run: _JobRun) -> None:
-        """Fetch what peers hold of the history into blocks of the decoding stage, and continue
-        from there.
-        """
+        """Fetch the history's KV from peers into blocks of the decoding stage, and continue."""
         job, pages = job_run.job, self._pages
         try:
             blocks = await self.engine.reserve(job)
         except JobEnded:
             return
         job_run.run.sequence.extend_tags(pages.page_size_tokens)
-        # Pinned while a peer's bytes are written into them, even when the run is aborted meanwhile.
+        # The pins protect blocks while a peer's bytes arrive, even if the run is aborted.
         for block in blocks:
             pages.pin(block)
         try:
             arrived = await self._pull(job_run, blocks)
         except TransferError as error:
-            # The workers could not take the pages. Where their stage died, the run has ended.
+            # The workers could not take the pages. A dead stage has ended the run already.
             arrived = 0
             if not job_run.ended:
                 self.fail(job_run, str(error))
@@ -297,17 +293,17 @@ class DecodeCore(StageCore):
             self._continue_from(job_run, arrived)
 
     def _continue_from(self, job_run: _JobRun, arrived: int) -> None:
-        """Continue from the KV of the first `arrived` tokens, unless it is quicker to compute the
-        whole history again.
+        """Continue from the KV of the first `arrived` tokens, unless a new computation of the whole
+        history is faster.
         """
         run, sequence, pages = job_run.run, job_run.run.sequence, self._pages
-        # The last known token is always read again: what comes after it is the first new one.
+        # The last known token is always read again, and gives the first new token.
         kv_tokens = min(arrived, sequence.history_tokens - 1)
         if kv_tokens == 0 or self._is_quicker_to_compute(sequence.history_tokens, kv_tokens):
             self.engine.abort(job_run.job)
             self.compute(job_run)
             return
-        # The last token of the last whole page is written again; only then is that page registered.
+        # The last token of the last whole page is written again before that page is registered.
         full_pages = kv_tokens // pages.page_size_tokens
         _register(pages, sequence, sequence.pages, range(full_pages))
         sequence.computed_tokens = full_pages * pages.page_size_tokens
@@ -317,8 +313,8 @@ class DecodeCore(StageCore):
         self.engine.take_up(job_run.job, kv_tokens)
 
     def _is_quicker_to_compute(self, history_tokens: int, kv_tokens: int) -> bool:
-        """The context stage computes the history sooner than the decoding stage reads the tokens
-        behind the KV that arrived, one a step.
+        """Return whether the context stage computes the history sooner than the decoding stage
+        reads the tokens behind the KV, one per step.
         """
         context, step_s = self.engine.stage(Stage.CONTEXT), self.engine.stage(Stage.DECODING).step_s
         steps_s = (history_tokens - kv_tokens) * step_s
@@ -328,17 +324,17 @@ class DecodeCore(StageCore):
         )
 
     async def _pull(self, job_run: _JobRun, blocks: list[int]) -> int:
-        """Fetch the history from its sources, one after the other, each from where the last ended.
+        """Fetch the history from its sources, in page order.
 
         Returns:
-            of how many leading tokens the KV has arrived.
+            the number of leading tokens whose KV has arrived.
         """
         sequence = job_run.run.sequence
         pull = _wanted(sequence, blocks, self._pages.page_size_tokens)
         assert self.fetcher is not None
         sources, held, tail = list(job_run.run.sources), 0, False
         step = next_source(sources, pull, held) if pull is not None else None
-        # The decoding stage cannot compute a gap before pages of a peer, so those are of no use.
+        # The decoding stage cannot compute a gap, so later pages are of no use.
         while pull is not None and step is not None and not job_run.ended and step[1].start == held:
             source, wanted = step
             result = await self.fetcher.fetch(pull, source, wanted)
@@ -348,7 +344,7 @@ class DecodeCore(StageCore):
 
 
 def _wanted(sequence: Sequence, blocks: list[int], page_size_tokens: int) -> Pull | None:
-    """A pull of the whole history; None: it has no full page, and no peer has its partial one."""
+    """A pull of the whole history; None: no full page, and no partial page at a peer."""
     full_pages, rest = divmod(sequence.history_tokens, page_size_tokens)
     sequence.pages = list(blocks)
     tail_index = full_pages if rest and sequence.pull_tail else None

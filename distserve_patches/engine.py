@@ -1,4 +1,4 @@
-"""DistServe's engine, restarting its stages one at a time. Import after `upstream.load`."""
+"""DistServe's engine, with stages that restart separately. Import after `upstream.load`."""
 
 import asyncio
 import contextlib
@@ -22,26 +22,25 @@ from kvrs_engine.scheduling.pages import PageManager
 
 log = logging.getLogger(__name__)
 
-# Between two tries to bring a stage up; it doubles with every try that fails.
+# Pause between attempts to start a stage, doubled by every failure.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
-Configs = tuple[Any, Any, Any, Any, Any]  # What upstream's LLMEngine takes, in its order.
+Configs = tuple[Any, Any, Any, Any, Any]  # Arguments of upstream's LLMEngine.
 
 
 class RecoverableEngine:
-    """DistServe's engine, whose stages die one at a time and are restarted, for jobs.
+    """DistServe's engine for jobs. Its stages may die, and are restarted one at a time.
 
-    Everything happens on one event loop, and no method may be called from another thread.
+    All calls are on one event loop and one thread.
     """
 
     def __init__(self, *configs: Any) -> None:
-        """Takes what upstream's LLMEngine takes, in the same order. Ray runs and
-        `upstream.use_worker` was called.
+        """Take the arguments of upstream's LLMEngine. Ray runs, and `upstream.use_worker` was
+        called.
         """
-        self.on_stage: Callable[[Stage, StageState], None] | None = (
-            None  # Called at every death and every restart, not at the start.
-        )
+        # Called at every death and restart of a stage, but not at the start.
+        self.on_stage: Callable[[Stage, StageState], None] | None = None
         self._requests: dict[int, JobRequest] = {}
         self._upstream = _Upstream(self._on_output, *configs)
         self._context: ContextStage = self._upstream.context_engine
@@ -52,16 +51,11 @@ class RecoverableEngine:
         self._decoding.on_failed = lambda request, cause: self._fail(request, Stage.DECODING, cause)
         nothing = PageManager(0, self._upstream.cache_config.block_size)
         self._states = {stage: StageState(stage, nothing) for stage in Stage}
-        self._connected = (
-            0,
-            0,
-        )  # The generations of both stages that were last connected for copies of blocks.
+        self._connected = 0, 0  # Generations of both stages at their last connection for copies.
 
     @classmethod
     def from_args(cls, args: Namespace) -> "RecoverableEngine":
-        """An engine by DistServe's own flags. Not on a running event loop: upstream starts one of
-        its own.
-        """
+        """Create an engine by DistServe's flags, before any event loop: upstream starts its own."""
 
         class Configured:
             def __init__(self, *configs: Any) -> None:
@@ -76,10 +70,10 @@ class RecoverableEngine:
     # Stages.
 
     async def start(self) -> None:
-        """Bring both stages up.
+        """Start both stages.
 
         Raises:
-            RayError: a worker could not be started; nothing is left running then.
+            RayError: a worker could not be started; no process is left.
         """
         try:
             await asyncio.gather(
@@ -90,13 +84,13 @@ class RecoverableEngine:
             raise
 
     async def run(self) -> None:
-        """Serve, and restart what dies. Ends by cancellation, or by raising an unexpected error."""
+        """Serve, and restart dead stages, until cancellation or an unexpected error."""
         async with asyncio.TaskGroup() as supervisors:
             supervisors.create_task(self._supervise(self._context))
             supervisors.create_task(self._supervise(self._decoding))
 
     def close(self) -> None:
-        """End all workers. `run` is not running any more."""
+        """End all workers, after the end of `run`."""
         for stage in (self._context, self._decoding):
             stage.end_workers()
             self._states[stage.name].alive = False
@@ -115,15 +109,15 @@ class RecoverableEngine:
             await asyncio.wait({loops, stage.death}, return_when=asyncio.FIRST_COMPLETED)
             if loops.done():
                 loops.result()
-            # From here on no job is begun that would need this stage.
+            # No job that needs this stage begins from here on.
             self._states[stage.name].alive = False
         finally:
             loops.cancel()
             await asyncio.gather(loops, return_exceptions=True)
 
     def _fail_victims(self, stage: ContextStage | DecodingStage) -> None:
-        """End all workers of a dead stage and every request that needs it, with the blocks that
-        those requests hold at the other stage.
+        """End all workers of a dead stage and every request that needs it. Their blocks at the
+        other stage are freed.
         """
         cause = stage.death.result()
         log.error("the %s stage is dead: %s", stage.name, cause)
@@ -158,12 +152,12 @@ class RecoverableEngine:
             self.on_stage(stage.name, self.stage(stage.name))
 
     async def _start_stage(self, stage: ContextStage | DecodingStage) -> None:
-        """Raises RayError: it did not come up."""
+        """Start a stage. Raises RayError: a worker did not start."""
         await stage.bring_up()
         context, decoding = self._states[Stage.CONTEXT], self._states[Stage.DECODING]
         state, other = (context, decoding) if stage is self._context else (decoding, context)
         state.generation += 1
-        # The stage that comes up later connects them; meanwhile the other may die and restart.
+        # The later stage connects both; meanwhile the other stage may die and restart.
         while other.alive and self._connected != (
             generations := (context.generation, decoding.generation)
         ):
@@ -197,16 +191,16 @@ class RecoverableEngine:
         return geometry_of(self._upstream.model_config, self._upstream.cache_config)
 
     def pool(self, which: Stage) -> StagePool:
-        """A new pool over the pages of the running stage; the caller closes it."""
+        """Create a pool over the pages of the running stage; the caller closes it."""
         return StagePool.of(self._stages[which].block_manager)
 
     # Jobs.
 
     def refusal(self, job: Job) -> str | None:
-        """Why this job could never be served, however idle the stages are; None if it could. Needs
-        stages that are up.
+        """Return why idle stages could never serve this job; None: they could. Both stages must be
+        up.
 
-        Upstream would keep it at the head of a queue for ever, and everything behind it.
+        Upstream would keep such a job at the head of a queue for ever, and block the queue.
         """
         page_size = self._upstream.cache_config.block_size
         history, tokens = (
@@ -234,24 +228,23 @@ class RecoverableEngine:
         return None
 
     def begin(self, job: Job) -> None:
-        """Let the context stage compute the history, and unless it is `prefill_only` the decoding
-        stage go on from there.
+        """Let the context stage compute the history, and the decoding stage continue, unless
+        `prefill_only`.
 
-        A job that needs a dead stage fails at once, as all do that are there when a stage dies.
+        A job that needs a dead stage fails at once, and so do all jobs when a stage dies.
         """
         request = self._enter(job, Stage.CONTEXT)
         if request is not None:
             self._context.add_request(request)
 
     async def reserve(self, job: Job) -> list[int]:
-        """Blocks of the decoding stage for the whole history, when it is the job's turn and there
-        is room.
+        """Reserve blocks of the decoding stage for the whole history, in the order of the queue.
 
-        They are the job's until `take_up` or `abort`. A caller that writes into them stops before
-        it calls `abort`.
+        The blocks belong to the job until `take_up` or `abort`. A caller that writes into them
+        stops before `abort`.
 
         Raises:
-            JobEnded: the job was aborted, or the stage died; then `failed` of its sink was called.
+            JobEnded: the job was aborted, or the stage died and `failed` of the sink was called.
         """
         request = self._enter(job, Stage.DECODING)
         if request is None:
@@ -272,29 +265,27 @@ class RecoverableEngine:
         return list(request.reserved)
 
     def take_up(self, job: Job, kv_tokens: int) -> None:
-        """Let a job that has reserved go on: its blocks hold the KV of the first `kv_tokens` (> 0)
-        tokens of its history, but for the last one, from which the next one comes.
+        """Continue a job with reserved blocks, which hold the KV of the first `kv_tokens` (> 0)
+        tokens of its history. The last token is read again.
 
-        The others are decoded again, one a step. A job that has ended meanwhile stays ended.
+        Later tokens are decoded again, one per step. A job that has ended stays ended.
         """
         assert 0 < kv_tokens < len(job.history), "else the context stage computes the history"
         if (request := self._requests.get(job.id)) is not None:
             self._decoding.take_up(request, kv_tokens)
 
     def blocks(self, job: Job, stage: Stage) -> list[int]:
-        """The job's blocks at that stage, in order; none where it has none, or while it is swapped
-        out.
-        """
+        """The job's blocks at a stage, in order; empty if the job has none or is swapped out."""
         request = self._requests.get(job.id)
         if request is None:
             return []
         return list(request.reserved or self._stages[stage].block_manager.gpu_blocks(job.id))
 
     def abort(self, job: Job) -> None:
-        """End a job: its sink is not called again, and its blocks are free as soon as no step or
-        copy uses them.
+        """End a job: its sink is not called again, and its blocks are free when no step or copy
+        uses them.
 
-        Allowed at any moment, any number of times.
+        Any call is allowed, at any time.
         """
         request = self._requests.get(job.id)
         if request is not None:
@@ -305,7 +296,7 @@ class RecoverableEngine:
         request = self._requests[job.id] = JobRequest(job, stage)
         for needed in Stage:
             if _needs(request, needed) and not self._states[needed].alive:
-                # Not from within the call that began it.
+                # The sink must not be called within `begin`.
                 asyncio.get_running_loop().call_soon(self._fail, request, needed, "it is down")
                 return None
         return request
@@ -319,7 +310,7 @@ class RecoverableEngine:
             self._decoding.discard(request)
 
     def _fail(self, request: JobRequest, stage: Stage, cause: str) -> None:
-        """The request holds nothing any more, at either stage."""
+        """Fail a request, which holds no blocks at either stage."""
         if not request.ended:
             self._forget(request)
             request.job.sink.failed(stage, cause)
@@ -329,7 +320,7 @@ class RecoverableEngine:
         del self._requests[request.request_id]
 
     def _on_output(self, _: int, output: Any) -> None:
-        """One request's part of a step, while upstream goes through its batch."""
+        """Take one request's output of a step, while upstream goes through its batch."""
         request: JobRequest = output.request
         if request.ended or request.replayed:
             return
@@ -353,7 +344,7 @@ def _needs(request: JobRequest, stage: Stage) -> bool:
 
 class _Upstream(distserve.engine.LLMEngine):  # type: ignore[misc]  # Upstream has no types.
     def __init__(self, on_output: Callable[[int, Any], None], *configs: Any) -> None:
-        # Not a method, so that a token costs one call less.
+        # A plain attribute saves one call per token.
         self._on_new_step_output_callback = on_output
         with _exchanged(
             distserve.engine,
@@ -363,7 +354,7 @@ class _Upstream(distserve.engine.LLMEngine):  # type: ignore[misc]  # Upstream h
             super().__init__(*configs)
 
     def _on_new_lifetime_event_callback(self, *_: Any) -> None:
-        """Upstream keeps them for ever."""
+        """Drop the events, which upstream keeps for ever."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Comparison of a checkout's files with those that kvrs was written for: each file of which kvrs
-wraps, overrides or relies on something.
+"""Comparison of a checkout with the DistServe of kvrs: all files that kvrs wraps, overrides or
+relies on.
 
-`python -m distserve_patches.fingerprints` prints the table for the checkout that DISTSERVE_HOME
-names.
+`python -m distserve_patches.fingerprints` prints the table for the checkout of DISTSERVE_HOME.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ def check(home: Path) -> None:
     """Compare every file of the table.
 
     Raises:
-        ConfigError: naming each that is missing or differs.
+        ConfigError: files are missing or differ; the message names each.
     """
     faults = []
     for name, expected in TABLE.items():
@@ -47,7 +46,7 @@ def check(home: Path) -> None:
 
 
 def fingerprint(home: Path, name: str) -> str | None:
-    """Hash of a file of `distserve/`; none if there is no such file."""
+    """Hash a file of `distserve/`; None: no such file."""
     file = home / "distserve" / name
     return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() if file.is_file() else None
 

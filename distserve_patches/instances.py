@@ -1,6 +1,4 @@
-"""An instance of a DistServe server, which shows itself as two: a stage of the engine behind the
-instance protocol.
-"""
+"""An instance of a DistServe server: a stage of the engine behind the instance protocol."""
 
 import asyncio
 import time
@@ -25,9 +23,7 @@ _EXPIRE_INTERVAL_S = 1.0
 
 
 class StageInstance(ServedInstance):
-    """A stage as an instance; `stage_changed` is called for every start and every end of the
-    stage.
-    """
+    """A stage as an instance; `stage_changed` is called at every start and end of the stage."""
 
     def __init__(
         self,
@@ -44,7 +40,7 @@ class StageInstance(ServedInstance):
         self._core = core
         self._own_prefill = own_prefill
         self._which = which
-        self._pool: StagePool | None = None  # Over the pages of the running stage.
+        self._pool: StagePool | None = None  # Pages of the running stage.
         self._admission_wait = AdmissionWaitEstimator()
         self._checkpointing: asyncio.Task[None] | None = None
 
@@ -103,8 +99,8 @@ class StageInstance(ServedInstance):
         )
 
     def _queue_delay_s(self) -> float:
-        """At the context stage the prompts before; at the decoding stage the wait for a place or
-        for blocks, where there is none.
+        """Predicted wait: at the context stage for earlier prompts, at the decoding stage for a
+        place or for blocks.
         """
         if not isinstance(self.core, DecodeCore):
             return self.core.queue.delay_s
@@ -113,13 +109,13 @@ class StageInstance(ServedInstance):
         return self._admission_wait.expected_s(now_s, stage.queued, stage.running)
 
     async def start(self) -> None:
-        """Serve pages; the HTTP side and the engine are the caller's."""
+        """Serve pages. The caller serves HTTP and runs the engine."""
         await self.port.start()
         loop = asyncio.get_running_loop()
         self.tasks = [loop.create_task(work) for work in (self.port.probe(), self._expire())]
 
     def stage_changed(self) -> None:
-        """The stage has died, or was started again: its former pool is gone."""
+        """Replace the pool after the death or restart of the stage."""
         if self.port.checkpointer is not None:
             self.core.hooks.remove(self.port.checkpointer)
         self.port.detach()
@@ -148,7 +144,7 @@ class StageInstance(ServedInstance):
             self._pool.close()
 
     async def _expire(self) -> None:
-        """End expired leases, and raise what ended another task."""
+        """End expired leases, and raise the error of another task."""
         while (bug := self.failed()) is None:
             self.pages.expire(time.monotonic())
             await asyncio.sleep(_EXPIRE_INTERVAL_S)
@@ -156,11 +152,11 @@ class StageInstance(ServedInstance):
 
 
 def _ignore() -> None:
-    """Released pages need no wake-up: DistServe's schedulers look for room in every step."""
+    """Ignore released pages: DistServe's schedulers look for room in every step."""
 
 
 def _capabilities(stage: StageState) -> list[Capability]:
-    # Pages go between workers and server through shared memory.
+    # Workers and server exchange pages through shared memory.
     moves_pages = (
         [Capability.PULL_PAGES, Capability.RETAIN, Capability.CHECKPOINT]
         if stage.workers_here
@@ -170,7 +166,7 @@ def _capabilities(stage: StageState) -> list[Capability]:
 
 
 def _refuse_what_is_not_greedy(asked: CompletionRequest | ChatRequest) -> None:
-    """DistServe's models answer with the likeliest token and with nothing else."""
+    """Raises RequestError: DistServe's models only choose greedily."""
     if asked.given_temperature:
         raise RequestError(
             f"DistServe chooses greedily, got temperature {asked.temperature}; allowed: 0",

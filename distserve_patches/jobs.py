@@ -1,7 +1,6 @@
-"""The interface between DistServe's two stages and their server: a job goes in, its sink gets the
-events.
+"""The interface between DistServe's stages and their server: a job goes in, its sink gets events.
 
-Needs no DistServe: server code and its tests depend on this module alone.
+The module needs no DistServe: server code and its tests depend on this module alone.
 """
 
 from dataclasses import dataclass
@@ -18,54 +17,50 @@ class Stage(StrEnum):
 
 
 class JobEnded(KvrsError):  # noqa: N818  # An event, and mostly no error.
-    """The job was aborted, or its stage died, while a call waited for it. `failed` of the sink was
-    called before, where a stage died.
+    """The job was aborted or its stage died while a call waited. After a death, `failed` of the
+    sink was called before.
     """
 
 
 class Sink(Protocol):
-    """The receiver of one job's events. All calls come on the event loop, and none after `token`
-    returned False, `failed` or an abort.
+    """The receiver of one job's events. All calls are on the event loop. No call follows `failed`,
+    an abort, or a `token` that returned False.
     """
 
     def token(self, token_id: int) -> bool:
-        """One more output token. Returns whether more are wanted; if not, the job ends in this
-        very step.
+        """Take an output token. Return whether more tokens are wanted; False ends the job in this
+        step.
         """
 
     def prefilled(self) -> None:
-        """The context stage's blocks hold the KV of the whole history. Comes before token 0, while
-        the job still owns them.
+        """Handle that the context stage's blocks hold the KV of the whole history. The call comes
+        before token 0, while the job owns the blocks.
         """
 
     def failed(self, stage: Stage, cause: str) -> None:
-        """That stage died and took the job with it, or could not carry it on. Nothing more
-        comes.
-        """
+        """Handle that a stage died with the job, or could not continue it. No call follows."""
 
 
 @dataclass(eq=False)
 class Job:
     id: int  # Unique within the process.
-    history: list[int]  # Prompt and what was produced before; never empty, never changed.
+    history: list[int]  # Prompt and earlier output; never empty, never changed.
     max_new_tokens: int
-    prefill_only: bool  # Ends with token 0, at the context stage.
+    prefill_only: bool  # The context stage ends the job with token 0.
     sink: Sink
 
 
 @dataclass(eq=False)
 class StageState:
-    """State of one stage. The object stays the same; its fields change with every restart of the
-    stage.
-    """
+    """State of one stage, in one object, whose fields change with every restart of the stage."""
 
     stage: Stage
-    pages: PageManager  # Of this generation: a restarted stage has a new, empty one.
+    pages: PageManager  # New and empty after each restart.
     alive: bool = False
-    generation: int = 0  # Counts the starts; the first is 1.
-    worker_pids: tuple[int, ...] = ()  # By pipeline rank, then tensor rank.
-    workers_here: bool = False  # All of them run on this process' own node.
+    generation: int = 0  # Number of starts.
+    worker_pids: tuple[int, ...] = ()  # Ordered by pipeline rank, then tensor rank.
+    workers_here: bool = False  # All workers run on this process's node.
     queued: int = 0
     running: int = 0
-    full: bool = False  # One more job would wait until another one has ended.
+    full: bool = False  # Another job would wait for the end of a job.
     step_s: float = 0.0  # Average time of recent steps, 0 before the first.

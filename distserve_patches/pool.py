@@ -1,4 +1,4 @@
-"""The pages of a stage as one pool, over all ranks that hold parts of them: the counterpart of
+"""The pages of a stage as one pool over all its ranks: the counterpart of
 `kvrs_engine.engine.kv_pool.KvPool`.
 """
 
@@ -41,23 +41,23 @@ class StagePool:
         swapped_out: Callable[[], Awaitable[None]],
         max_pages: int,
     ) -> None:
-        """At most `max_pages` are staged at a time: they take host memory, which is kept for the
-        next ones.
+        """Create a pool that stages at most `max_pages` at a time. Their host memory is kept for
+        reuse.
         """
         self.geometry = geometry
         self.slots = StagingSlots(geometry.page_bytes, max_pages)
         self._call_workers = call_workers
         self._swapped_out = swapped_out
-        # In pieces, so that a long transfer does not hold up a short one.
+        # Pieces keep a long transfer from delaying a short one.
         self._pages_per_call = max(1, SEGMENT_BYTES // geometry.page_bytes)
-        # Pages that are asked for in the same moment, and the call that will export them.
+        # Pages to export together, and the call that will export them.
         self._asked: list[tuple[Sequence[int], Sequence[int]]] = []
         self._exporting: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, blocks: "PagedBlockManager") -> Self:
-        """A pool that stages as many pages as the stage has blocks: more than needed, unless many
-        peers ask for the same ones.
+        """Create a pool that can stage all blocks of the stage, which suffices unless many peers
+        request the same blocks.
         """
         geometry = geometry_of(blocks.model_config, blocks.cache_config)
         return cls(
@@ -68,10 +68,10 @@ class StagePool:
         )
 
     def stage(self, pages: Sequence[int]) -> "StagedShards":
-        """Room on the host for those pages, to be sent after `save` or received before `restore`.
+        """Reserve host memory for pages, to send after `save` or to receive before `restore`.
 
         Raises:
-            TransferError: there is not so much room.
+            TransferError: not enough room.
         """
         return StagedShards(self, pages)
 
@@ -80,7 +80,7 @@ class StagePool:
         self.slots.close()
 
     async def export_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Together with what else is exported in this moment: a call costs every worker and the
+        """Export pages, together with all exports of this moment: a call costs the workers and the
         server far more than the pages, and checkpoints go to two agents at a time.
         """
         self._asked.append((slots, pages))
@@ -103,12 +103,11 @@ class StagePool:
                 await self._swapped_out()
             for first in range(0, len(pages), self._pages_per_call):
                 if self.slots.closed:
-                    # The workers that answer now are the next generation, with other pages.
+                    # The workers are those of the next generation, with other pages.
                     raise TransferError("the stage that had the pages is gone")
                 piece = slice(first, first + self._pages_per_call)
                 calls = self._call_workers(method, self.slots.file, slots[piece], pages[piece])
-                # Wait for all of them, also when one fails: the others still write into memory that
-                # is about to be given back.
+                # Wait for all calls, also after a failure: others may still write into the memory.
                 results = await asyncio.gather(*calls, return_exceptions=True)
                 for result in results:
                     if isinstance(result, BaseException):
@@ -139,8 +138,8 @@ class StagedShards:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work to its end, also when cancelled: as long as workers copy, neither slots nor pages
-    may get another owner.
+    """Await work to its end, also when cancelled: neither slots nor pages may get another owner
+    while workers copy.
     """
     working = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -151,6 +150,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
             cancelled = error
     if cancelled is not None:
         if not working.cancelled():
-            working.exception()  # Retrieved, so that asyncio does not report it.
+            working.exception()  # A retrieved exception is not reported by asyncio.
         raise cancelled
     await working

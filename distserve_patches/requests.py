@@ -29,20 +29,18 @@ class JobRequest(Request):  # type: ignore[misc]  # Upstream has no types.
             SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens),
         )
         self.job = job
-        # The stage whose blocks it uses; DECODING from the copy of its blocks on.
+        # Stage whose blocks the request uses; DECODING from the copy of its blocks on.
         self.stage = stage
-        # Its tokens are dropped; its blocks are free, or will be after the step that uses them.
+        # The tokens are dropped; the blocks are free, or will be after the step that uses them.
         self.ended = False
         self.replayed = False  # The newest token was known before.
-        self.reserved: list[int] | None = (
-            None  # Blocks at the decoding stage that no step uses yet.
-        )
-        self.granted: asyncio.Future[None] | None = None  # Set when `reserved` is.
+        self.reserved: list[int] | None = None  # Unused blocks at the decoding stage.
+        self.granted: asyncio.Future[None] | None = None  # Set with `reserved`.
         self._forced: deque[int] = deque()
 
     def resume(self, kv_tokens: int) -> None:
-        """Continue from the KV of the first `kv_tokens` tokens of the history. The tokens behind
-        them are decoded again, and each result is replaced by the known token.
+        """Continue from the KV of the first `kv_tokens` tokens of the history. Later tokens are
+        decoded again, and each result is replaced by the known token.
         """
         history = self.job.history
         self.prompt_token_ids = history[:kv_tokens]
@@ -57,8 +55,8 @@ class JobRequest(Request):  # type: ignore[misc]  # Upstream has no types.
 
 
 class Reservation:
-    """An entry of the decoding stage's queue in place of a request that comes over from the
-    context stage; it brings no blocks.
+    """An entry without blocks in the decoding stage's queue, in place of a request from the context
+    stage.
     """
 
     def __init__(self, request: JobRequest) -> None:
@@ -95,11 +93,10 @@ class ContextScheduler(ContextStageFCFSScheduler):  # type: ignore[misc]  # Upst
 
 
 class DecodingScheduler(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstream has no types.
-    """Upstream's queues, of which requests can be taken out.
+    """Upstream's queues, with removal of requests.
 
-    Upstream puts everything that it accepted into its waiting queue, also what ended meanwhile or
-    only reserves blocks: `stale` says that the queues must be swept before the next batch is
-    chosen.
+    Upstream puts everything accepted into its waiting queue, even requests that have ended or only
+    reserve blocks. `stale`: the queues must be swept before the next batch.
     """
 
     unaccepted_queue: list[Any]
@@ -134,8 +131,8 @@ class DecodingScheduler(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Up
         return batch
 
     def _admit_waiting_first(self) -> Any:
-        """Admit waiting requests before swapped ones: upstream lets none pass a request that was
-        swapped out, which may not fit beside the blocks of those that wait.
+        """Admit waiting requests before swapped ones. Upstream lets no request pass a swapped one,
+        which may not fit beside the blocks of the waiting requests.
         """
         swapped, self.swapped_queue = self.swapped_queue, []
         self.cur_index -= 1
@@ -144,8 +141,8 @@ class DecodingScheduler(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Up
         return batch
 
     def _swap_out_last_waiting(self) -> Any:
-        """Swap out the last waiting request: the waiting ones may own all blocks while the first
-        of them needs one more, and upstream swaps out only what computes.
+        """Swap out the last waiting request: waiting requests may own all blocks while the first
+        needs one more, and upstream swaps out only computing requests.
         """
         request = self.waiting_queue.pop()
         self.swapped_queue.append(request)
@@ -158,19 +155,19 @@ class DecodingScheduler(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Up
         return super().pop_finished_requests()
 
     def _check_add_to_cur_batch(self, request: JobRequest) -> bool:
-        if request.ended:  # There was no swap space for it, a moment ago.
+        if request.ended:  # No swap space was left for the request.
             return False
         if not self.waiting_queue or self.waiting_queue[0] is not request:
             return bool(super()._check_add_to_cur_batch(request))
-        # Upstream would count it twice, as waiting and as added: a prompt above half of all blocks
-        # would never be admitted.
+        # Upstream would count the request twice, as waiting and as added, and never admit a prompt
+        # above half of all blocks.
         del self.waiting_queue[0]
         fits = bool(super()._check_add_to_cur_batch(request))
         self.waiting_queue.insert(0, request)
         return fits
 
     def forget(self, request: JobRequest) -> None:
-        """Remove a request from every queue; not one in a batch that is being computed."""
+        """Remove a request, outside of a computing batch, from every queue."""
         self.unaccepted_queue = [
             entry for entry in self.unaccepted_queue if entry.req is not request
         ]

@@ -1,5 +1,5 @@
-"""A DistServe server as two instances of the cluster: its context stage is the node's prefill
-instance, its decoding stage the node's decode instance. Import after `upstream.load`.
+"""A DistServe server as two instances of the cluster: the context stage is the node's prefill
+instance, and the decoding stage the node's decode instance. Import after `upstream.load`.
 """
 
 import asyncio
@@ -51,28 +51,28 @@ log = logging.getLogger(__name__)
 
 _WARM_UP_STEPS = 16
 _TABLE_STEP_TOKENS = 64
-# Ids of warm-up requests, which no stream has.
+# Ids of warm-up requests, negative unlike those of streams.
 _WARM_UP_IDS = itertools.count(-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The command line, parsed."""
+    """The parsed command line."""
 
     config: Config
     node: NodeSettings
-    flags: Namespace  # DistServe's own.
-    start: int  # Rises with every start for the same node.
+    flags: Namespace  # DistServe's flags.
+    start: int  # Number of the start, which rises for a node.
     secret: bytes
     off_gpu: bool
-    older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
+    older: Sequence[bytes] = ()  # Other accepted secrets.
 
     def settings(self, role: Role) -> InstanceSettings:
         return next(instance for instance in self.node.instances if instance.role is role)
 
 
 class Server:
-    """Both instances of one node. Made on the event loop on which it serves."""
+    """Both instances of one node, created on the event loop that serves them."""
 
     def __init__(self, launch: Launch, engine: RecoverableEngine, model: ServedModel) -> None:
         self._launch = launch
@@ -108,7 +108,7 @@ class Server:
         try:
             await engine.start()
         except RayError as error:
-            # A configuration error of a worker is passed on as it is.
+            # A worker's configuration error is passed on.
             cause = error.cause if isinstance(error, RayTaskError) else None
             raise (
                 cause
@@ -128,8 +128,8 @@ class Server:
         finally:
             engine.on_stage = None
             running.cancel()
-            # The workers end with our connection to Ray: an explicit end would wait for a Ray that
-            # a signal may have ended before.
+            # The workers end with the connection to Ray. An explicit end would wait for a Ray that
+            # a signal may have ended.
             await asyncio.gather(running, return_exceptions=True)
 
     async def _until_over(self, stop: asyncio.Event, running: asyncio.Future[None]) -> None:
@@ -156,10 +156,10 @@ class Server:
         self._decode_core.stage_changed(stage, alive=state.alive)
 
     def _limit_lengths(self) -> None:
-        """Bound `max_model_len` by what either stage can hold.
+        """Limit `max_model_len` to what either stage can hold.
 
         Raises:
-            ConfigError: not even the requests that measure the stages fit.
+            ConfigError: the requests for measurements do not fit.
         """
         stages = [self._engine.stage(stage).pages for stage in Stage]
         longest = min(pages.pages * pages.page_size_tokens for pages in stages)
@@ -174,7 +174,7 @@ class Server:
                 )
 
     async def _measure(self, running: asyncio.Future[None]) -> None:
-        """Time prompts and steps before requests are taken: each instance's own table."""
+        """Time prompts and steps before requests are taken, for each instance's own table."""
         measuring = asyncio.ensure_future(
             _tables(self._engine, self.instances[Stage.CONTEXT].max_model_len)
         )
@@ -189,7 +189,7 @@ class Server:
 
 
 def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
-    """The served model, by its directory.
+    """Describe the served model, by its directory.
 
     Raises:
         ConfigError: the directory is missing or incomplete.
@@ -197,7 +197,7 @@ def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
     directory, flags = Path(launch.flags.model), launch.flags
     config = ModelConfig.from_directory(directory)
     tokenizer = load_tokenizer(directory)
-    # A history that is computed again goes through the context stage in one batch.
+    # The context stage computes a history again in one batch.
     longest = min(
         config.max_positions,
         flags.context_max_tokens_per_batch,
@@ -217,8 +217,8 @@ def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
 def _fingerprint(
     directory: Path, config: ModelConfig, geometry: KvGeometry, *, off_gpu: bool
 ) -> str:
-    """Equal for two servers exactly when their pages mean the same: at any parallel degrees, for
-    one kind of arithmetic. The names of ModelConfig's and KvGeometry's fields are hashed.
+    """A hash that is equal if and only if two servers' pages mean the same, for any parallel
+    degrees and one kind of arithmetic. The field names of ModelConfig and KvGeometry are hashed.
     """
     total = hashlib.blake2b(digest_size=16, person=b"kvrs-distserve")
     fields = {
@@ -250,16 +250,16 @@ def _fingerprint(
 
 @dataclass(eq=False)
 class _Trial:
-    """The sink of a job that only measures."""
+    """The sink of a job for measurements."""
 
     tokens_left: int
     done: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    at_s: list[float] = field(default_factory=list)  # When each token came.
+    at_s: list[float] = field(default_factory=list)  # Time of each token.
 
     def prefilled(self) -> None:
-        """Not needed: the first token implies it."""
+        """Do nothing: the first token implies the event."""
 
     def token(self, token_id: int) -> bool:
         self.at_s.append(time.perf_counter())
@@ -286,14 +286,14 @@ async def _tables(
             [await _prefill_s(engine, tokens) for _ in range(WARM_UP_REPEATS)]
         )
     trial = await _try(engine, tokens=1, produced=_WARM_UP_STEPS)
-    # The first of them waited for its blocks to be handed over.
+    # The first gap includes the hand-over of blocks.
     gaps = [after - before for before, after in itertools.pairwise(trial.at_s[1:])]
     step_s = statistics.median(gaps)
     log.info("measured", extra={"prefill_s": times, "step_s": step_s})
     context = PrefillTable.from_points(
         "measured at start through the context stage", "this instance", times
     )
-    # Known tokens without KV are read one a step.
+    # Known tokens without KV are read one per step.
     steps = [step_s, _TABLE_STEP_TOKENS * step_s]
     return context, PrefillTable(
         "measured at start, one decoding step a token", "this instance", _TABLE_STEP_TOKENS, steps

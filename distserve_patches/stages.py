@@ -1,7 +1,6 @@
-"""DistServe's two stages, subclassed: a job can be ended at any moment, and a stage that died can
-be restarted.
+"""DistServe's two stages, subclassed: a job can end at any moment, and a dead stage can restart.
 
-Import after `upstream.load`. The way of a request, and the stage whose blocks it holds:
+Import after `upstream.load`. The path of a request, and the stage whose blocks the request holds:
 
                               blocks held
     begin                     none
@@ -14,7 +13,7 @@ Import after `upstream.load`. The way of a request, and the stage whose blocks i
       ──▶ in a batch          decoding stage
       ◀─▶ swapped             none (swap space of the host)
 
-Blocks that a step or a copy writes into are freed when it is done; all others at once.
+Blocks are freed after the step or copy that writes into them; all others at once.
 """
 
 import asyncio
@@ -39,8 +38,8 @@ log = logging.getLogger(__name__)
 
 
 class _NoText:
-    """Stands for upstream's tokenizer, which would decode every token by itself and break
-    characters of several tokens; the server makes the text.
+    """Stands for upstream's tokenizer, which would decode tokens separately and break characters of
+    several tokens. The server makes the text.
     """
 
     @staticmethod
@@ -62,7 +61,7 @@ class _RestartableStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream
         self._helpers: set[asyncio.Task[None]] = set()
 
     async def bring_up(self) -> None:
-        """Start new workers; the stage can serve when it returns.
+        """Start new workers, until the stage can serve.
 
         Raises:
             RayError: a worker did not start.
@@ -74,8 +73,7 @@ class _RestartableStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         start = asyncio.create_task(self.initialize())
         try:
-            # Ranks wait for each other while they start: when one dies, the others may never
-            # answer.
+            # Ranks wait for each other at the start: after a death the others may never answer.
             await asyncio.wait({start, self.death}, return_when=asyncio.FIRST_COMPLETED)
             if not start.done():
                 raise RayError(self.death.result())
@@ -89,8 +87,8 @@ class _RestartableStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream
             self.death.set_result(cause)
 
     def end_workers(self) -> None:
-        """End the remaining workers: a stage that lost one can neither compute nor take in
-        another.
+        """End the remaining workers: a stage with a dead worker can neither compute nor add
+        workers.
         """
         for helper in self._helpers:
             helper.cancel()
@@ -131,13 +129,12 @@ class _RestartableStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream
                 super()._remote_call_all_workers_async("clear_request_resource", request.request_id)
             return []
         if func_name == "swap_blocks":
-            # Workers keep swaps under what they are given and look them up by id: copies of
-            # requests would never be found.
+            # Workers look swaps up by id, so they get ids: copies of requests would never be found.
             requests, *rest = args
             references = super()._remote_call_all_workers_async(
                 func_name, [request.request_id for request in requests], *rest
             )
-            # No call waits for a swap, so a failure would otherwise go unnoticed.
+            # No call waits for a swap, so only this helper notices a failure.
             self._run_helper(self._watch_calls(references))
             return references
         return super()._remote_call_all_workers_async(func_name, *args)
@@ -171,20 +168,19 @@ class ContextStage(_RestartableStage, ContextStageLLMEngine):  # type: ignore[mi
         return ContextScheduler(self.sched_config, self.parallel_config, self.block_manager)
 
     def clear_migrated_blocks_callback(self, migrated_request: Any) -> None:
-        # After the end of the job, its blocks were given back, or are gone with the stage's former
-        # workers.
+        # The job's end has freed the blocks, or a restart has removed them.
         if migrated_request.req.request_id in self.block_manager.block_table:
             super().clear_migrated_blocks_callback(migrated_request)
 
     def discard(self, request: JobRequest) -> None:
-        """The request has ended. Its blocks stay while a step writes into them; what a copy of
-        them reads is not used.
+        """Free the blocks of an ended request, unless a step writes into them. A copy may still
+        read them, but its result is not used.
         """
         if request in self.scheduler.waiting_queue:
             self.scheduler.waiting_queue.remove(request)
         elif self._is_computing(request):
             self.scheduler.forget_unaccepted(request)
-            request.is_finished = True  # Upstream frees what is finished after its step.
+            request.is_finished = True  # Upstream frees finished requests after its step.
         else:
             self.scheduler.forget_unaccepted(request)
             self._free_blocks_of(request)
@@ -199,7 +195,7 @@ class ContextStage(_RestartableStage, ContextStageLLMEngine):  # type: ignore[mi
 
     @property
     def full(self) -> bool:
-        return False  # Its wait is that for the prompts before, which do not stay.
+        return False  # New prompts wait only for earlier prompts.
 
 
 class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
@@ -208,8 +204,7 @@ class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # Called with a request that cannot go on, though the stage can; it holds no blocks any
-        # more.
+        # Called with a request without blocks that cannot continue, though the stage can.
         self.on_failed: Callable[[JobRequest, str], None]
 
     def _get_scheduler(self) -> DecodingScheduler:
@@ -257,16 +252,16 @@ class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[
             request.granted.set_result(None)
 
     async def reserve(self, request: JobRequest) -> None:
-        """Blocks for the whole history, when it is the request's turn and there is room.
+        """Reserve blocks for the whole history, in the order of the queue.
 
         Raises:
-            JobEnded: the request ended while it waited.
+            JobEnded: the request ended during the wait.
         """
         request.granted = asyncio.get_running_loop().create_future()
         self.scheduler.unaccepted_queue.append(Reservation(request))
         await request.granted
-        # The pages that will be written do not pass through the workers' queue, which would keep
-        # them behind copies that still read these blocks.
+        # Writes into the pages bypass the workers' queue, so they must wait for copies that still
+        # read these blocks.
         await self.block_manager.swapped_out()
 
     def take_up(self, request: JobRequest, kv_tokens: int) -> None:
@@ -278,13 +273,13 @@ class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[
             self.scheduler.waiting_queue.append(request)
 
     def discard(self, request: JobRequest) -> None:
-        """The request has ended. Its blocks stay while a step uses them."""
+        """Free the blocks of an ended request, unless a step uses them."""
         if request.granted is not None and not request.granted.done():
             request.granted.set_exception(
                 JobEnded(f"job {request.request_id} ended before it got blocks")
             )
         if self._is_computing(request):
-            request.is_finished = True  # Upstream frees what is finished after its step.
+            request.is_finished = True  # Upstream frees finished requests after its step.
             return
         self.scheduler.forget(request)
         self._free_blocks_of(request)
@@ -312,11 +307,11 @@ class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[
 
     @property
     def full(self) -> bool:
-        """Every batch has all the requests that it may have, or blocks run short."""
+        """Return whether every batch is full, or blocks run short."""
         scheduler, blocks = self.scheduler, self.block_manager
         if self.running >= self.sched_config.max_batch_size * len(scheduler.batch_queues):
             return True
-        # The first one in the line, as upstream accepts it.
+        # First request in the order of upstream.
         first = next(iter(scheduler.unaccepted_queue), None)
         return bool(scheduler.swapped_queue) or (
             first is not None

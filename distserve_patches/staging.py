@@ -1,11 +1,11 @@
-"""Pages of a whole model in shared memory, by which a stage's workers and its server exchange them.
+"""Pages of a whole model in shared memory, which a stage's workers and its server exchange.
 
-Every rank of a stage has a part of each page; a slot holds one page whole, `[layers, kv_heads, 2,
-page_size_tokens, head_dim]`, so it means the same to stages of any tensor and pipeline parallel
-degree, and to the embedded engine.
+Every rank of a stage has a part of each page. A slot holds a whole page, `[layers, kv_heads, 2,
+page_size_tokens, head_dim]`, with the same meaning for stages of any tensor and pipeline parallel
+degree, and for the embedded engine.
 
-The memory is an anonymous file of the server, which workers open through /proc. It has no name, so
-it is freed with the last process that has it mapped, however that ends, and needs no clean-up.
+The memory is an anonymous file of the server, which workers open through /proc. A file without a
+name is freed with the last process that maps it, and needs no clean-up.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvrs.errors import TransferError
 
-# Memory is got, and handed to a GPU's driver, in pieces of about this size.
+# Size of the pieces in which memory is allocated, and registered with a GPU's driver.
 SEGMENT_BYTES = 64 << 20
 
 _files = itertools.count()
@@ -24,10 +24,10 @@ _files = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class StagingFile:
-    """The file as a worker opens it: segments one behind the other, with slots in them."""
+    """The file for a worker: consecutive segments of slots."""
 
     path: str
-    number: int  # Of all files of the server: a path may come back, with another file behind it.
+    number: int  # Unique in the server: a path may be reused.
     page_bytes: int
     slots_per_segment: int
 
@@ -37,14 +37,14 @@ class StagingFile:
         return -(-self.slots_per_segment * self.page_bytes // whole) * whole
 
     def map(self, number: int) -> mmap.mmap:
-        """One segment, shared.
+        """Map one segment, shared.
 
         Raises:
             OSError: the server is gone.
         """
         descriptor = os.open(self.path, os.O_RDWR)
         try:
-            # To touch a mapping beyond the end of its file kills the process.
+            # An access beyond the end of the file kills the process.
             assert os.fstat(descriptor).st_size >= (number + 1) * self.segment_bytes, (
                 f"there is no segment {number}"
             )
@@ -54,7 +54,7 @@ class StagingFile:
 
 
 class StagingSlots:
-    """The server's side: the slots in use, and their bytes."""
+    """The slots in use and their bytes, at the server."""
 
     def __init__(self, page_bytes: int, max_slots: int) -> None:
         self._descriptor = os.memfd_create("kvrs-staging")
@@ -70,10 +70,10 @@ class StagingSlots:
         self.in_use = 0
 
     def take(self, count: int) -> list[int]:
-        """That many slots, with anything in them.
+        """Take slots, with any contents.
 
         Raises:
-            TransferError: that would be more than there may be.
+            TransferError: too few free slots.
         """
         if count > self._max_slots - self.in_use:
             raise TransferError(
@@ -100,7 +100,7 @@ class StagingSlots:
         return self._descriptor < 0
 
     def close(self) -> None:
-        """Let no new worker open the file. The memory is freed with the last view of it."""
+        """Let no new worker open the file. The memory is freed with its last view."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -108,9 +108,9 @@ class StagingSlots:
 
     def _grow(self) -> None:
         number = len(self._segments)
-        # The system gives the memory when a page is written for the first time.
+        # The system allocates the memory at the first write to a page.
         os.ftruncate(self._descriptor, (number + 1) * self.file.segment_bytes)
         self._segments.append(memoryview(self.file.map(number)))
         first = number * self.file.slots_per_segment
-        # Those that have their memory already are taken first.
+        # Slots with allocated memory are taken first.
         self._free[:0] = range(first + self.file.slots_per_segment - 1, first - 1, -1)

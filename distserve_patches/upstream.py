@@ -1,6 +1,6 @@
-"""Loads DistServe with what it lacks, and exchanges its worker class.
+"""Loads DistServe with its missing parts, and replaces its worker class.
 
-`load` comes first in a process: only after it can `distserve.*`, and modules that subclass it, be
+`load` comes first in a process. Only then can `distserve.*`, and modules that subclass it, be
 imported.
 """
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from distserve_patches import checkout
 
-# By these a worker process learns what to load: the same as the process that started it.
+# Environment of a worker process, for the same load as in its parent.
 _KIND_ENV = "KVRS_DISTSERVE_WORKER"
 _MEMORY_ENV = "KVRS_DISTSERVE_LOGICAL_GPU_BYTES"
 _PACE_ENV = "KVRS_DISTSERVE_PACE"
-# Some thousand tokens of a small model.
+# A few thousand tokens of a small model.
 LOGICAL_GPU_BYTES = 64 << 20
 
 
@@ -37,15 +37,15 @@ def load(
     logical_gpu_bytes: int = LOGICAL_GPU_BYTES,
     pace: str | None = None,
 ) -> None:
-    """Import the checkout at `home` (none: the environment's DISTSERVE_HOME) and patch it; a second
-    call does nothing.
+    """Import the checkout at `home` (None: DISTSERVE_HOME of the environment) and patch it, at most
+    once.
 
-    With `off_gpu` it runs on a CPU: kvrs' engine stands for SwiftTransformer, and shared memory for
-    GPU memory, of which each worker finds `logical_gpu_bytes`. There a profile's name or path as
-    `pace` makes each step of a worker last as long as that profile says.
+    `off_gpu` runs on a CPU: the engine of kvrs stands for SwiftTransformer, and shared memory for
+    GPU memory, with `logical_gpu_bytes` for each worker. `pace`, a profile's name or path, sets the
+    duration of each step there.
 
     Raises:
-        ConfigError: there is no checkout, or it is not the one that kvrs was written for.
+        ConfigError: no checkout, or another commit than kvrs was written for.
     """
     assert off_gpu or pace is None, "a GPU has a pace of its own"
     if pace is not None and Path(pace).is_file():
@@ -62,7 +62,7 @@ def load(
 
 
 def load_in_worker() -> None:
-    """In a worker process: load what the process that started it had loaded. Elsewhere: nothing."""
+    """Load in a worker process what its parent has loaded; do nothing elsewhere."""
     if (kind := os.environ.pop(_KIND_ENV, None)) is not None:
         memory_bytes, pace = int(os.environ[_MEMORY_ENV]), os.environ.get(_PACE_ENV)
         _load(_Loaded(checkout.find(None), kind == "cpu", memory_bytes, pace))
@@ -72,14 +72,13 @@ def use_worker(worker: type) -> None:
     """Let engines start `worker` in every new actor: a subclass of `checkout.para_worker()` at the
     top of an importable module.
 
-    Each concurrency group that its methods name gets a thread of its own.
+    Each concurrency group of its methods gets its own thread.
     """
     import distserve.single_stage_engine as engines
     import ray
 
     assert _loaded is not None, "`load` comes first"
-    # Ray was started elsewhere, perhaps long ago; nothing of ours is in the environment that it
-    # gives to workers.
+    # Ray was started elsewhere, so its workers' environment lacks the variables of kvrs.
     environment = {
         checkout.HOME_ENV: str(_loaded.home),
         _KIND_ENV: "cpu" if _loaded.off_gpu else "gpu",
@@ -105,7 +104,7 @@ def _load(what: _Loaded) -> None:
     global _loaded
     checkout.import_plain(what.home, off_gpu=what.off_gpu)
 
-    # Here, because `python -m distserve_patches.fingerprints` imports this module first.
+    # A late import, because `python -m distserve_patches.fingerprints` imports this module first.
     from distserve_patches import compat, fingerprints
 
     fingerprints.check(what.home)

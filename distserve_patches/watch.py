@@ -1,4 +1,4 @@
-"""Detection of a worker's death: at once where it runs on this node, within a ping elsewhere."""
+"""Detection of a worker's death: at once on this node, within a ping elsewhere."""
 
 import asyncio
 import os
@@ -15,11 +15,11 @@ PING_INTERVAL_S = 0.5
 class WorkerProcess:
     actor: Any
     pid: int
-    here: bool  # It runs on the node of this process.
+    here: bool  # The worker runs on the node of this process.
 
 
 async def locate(actors: list[Any]) -> list[WorkerProcess]:
-    """The process and node of every worker. Raises RayError: one of them is dead."""
+    """Find the process and node of every worker. Raises RayError: a worker is dead."""
 
     def whereabouts(_: object) -> tuple[int, str]:
         return os.getpid(), ray.get_runtime_context().get_node_id()
@@ -33,7 +33,7 @@ async def locate(actors: list[Any]) -> list[WorkerProcess]:
 
 
 async def first_death(workers: list[WorkerProcess]) -> str:
-    """Wait until one of the workers dies. Returns which, and how."""
+    """Wait until a worker dies; return a message about the death."""
     tasks = [
         asyncio.create_task(_end_of(worker.pid) if worker.here else _end_of_actor(worker))
         for worker in workers
@@ -63,8 +63,8 @@ async def _end_of(pid: int) -> str:
 
 
 async def _end_of_actor(worker: WorkerProcess) -> str:
-    # A ping waits behind the worker's steps, so a busy worker costs nothing; Ray fails it when the
-    # worker dies.
+    # A ping waits behind the worker's steps, so a busy worker has no cost. Ray fails the ping at
+    # the worker's death.
     while True:
         try:
             await worker.actor.__ray_call__.remote(lambda _: None)
@@ -74,8 +74,8 @@ async def _end_of_actor(worker: WorkerProcess) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """The cause of an error in one line. Ray's messages are paragraphs; those with a remote
-    traceback have the cause at their end.
+    """The cause of an error in one line. Ray's messages are paragraphs, and end with the cause
+    after a remote traceback.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "ray::" in lines[0] else lines[0]

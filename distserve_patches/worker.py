@@ -1,4 +1,4 @@
-"""The worker that our engine starts in place of upstream's. `upstream.load` comes first."""
+"""The worker of kvrs that replaces upstream's. `upstream.load` comes first."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from kvrs.errors import ConfigError
 
 
 class PageWorker(PageShard, para_worker()):  # type: ignore[misc]  # A class that exists at run time only.
-    """Upstream's worker, whose pages can be exported and imported, and whose answers mean that the
-    device is done.
+    """Upstream's worker, with export and import of pages, and with answers only after the device is
+    done.
     """
 
     def init_kvcache_and_swap(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Any:
@@ -25,8 +25,8 @@ class PageWorker(PageShard, para_worker()):  # type: ignore[misc]  # A class tha
         return super().init_kvcache_and_swap(num_gpu_blocks, num_cpu_blocks)
 
     def migrate_blocks(self, *args: Any) -> None:
-        """Answer when the copies are done. Upstream answers when they are launched; the context
-        stage then gives away blocks that are still being read.
+        """Answer when the copies are done. Upstream answers at their launch, and the context stage
+        then gives away blocks that are still read.
         """
         super().migrate_blocks(*args)
         if self.k_cache.is_cuda:
@@ -35,8 +35,8 @@ class PageWorker(PageShard, para_worker()):  # type: ignore[misc]  # A class tha
     def swap_blocks(
         self, request_ids: list[int], sources: list[int], targets: list[int], is_swap_in: bool
     ) -> None:
-        """Record the events again behind the copies. Upstream records them before it launches the
-        copies, so a wait for one would wait for nothing.
+        """Record the events again behind the copies. Upstream records them before the copies, so a
+        wait would have no effect.
         """
         super().swap_blocks(request_ids, sources, targets, is_swap_in)
         if is_swap_in:

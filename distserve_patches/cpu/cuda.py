@@ -1,5 +1,5 @@
-"""`torch` as upstream's worker sees it off the GPU: device memory is shared memory, and all work is
-done at once.
+"""`torch` for upstream's worker off the GPU: device memory is shared memory, and all work is
+synchronous.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ class Stream:
 
 
 class Event:
-    """Has always happened already."""
+    """An event that has always happened."""
 
     def record(self, stream: Stream | None = None) -> None:
         pass
@@ -30,7 +30,7 @@ class Event:
 
 
 class Cuda:
-    """`torch.cuda`, as far as workers call it."""
+    """The part of `torch.cuda` that workers call."""
 
     def __init__(self) -> None:
         self.Stream, self.Event = Stream, Event

@@ -1,8 +1,8 @@
-"""The ranks of one stage, joined: all of them come to a step, one of them computes it, and all
-leave it together.
+"""The ranks of one stage, joined: all ranks come to a step, the leader computes it, and all ranks
+leave together.
 
-Where a GPU's ranks would meet in NCCL, these meet on sockets in the kernel's abstract namespace,
-which need no file.
+The ranks of GPUs would meet in NCCL. These ranks meet on sockets in the kernel's abstract
+namespace, which need no file.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def new_group_id() -> list[int]:
-    """In place of an NCCL id, which is a list of numbers as well."""
+    """Make a group's id in place of an NCCL id, which is a list of numbers as well."""
     return list(secrets.token_bytes(16))
 
 
 class Group:
-    """The last pipeline stage's first rank leads, because its result is the one that upstream
-    reads.
+    """One rank's view of the stage's ranks. The last pipeline stage's first rank leads, because
+    upstream reads its result.
     """
 
     def __init__(self, group_id: list[int], parallel: list[int]) -> None:
-        """Join; blocks until all are there.
+        """Join, and wait until all ranks have joined.
 
         Raises:
             OSError: a rank did not connect.
@@ -62,7 +62,7 @@ class Group:
             listener.listen(others)
             while len(self._others) < others:
                 connection, _ = listener.accept()
-                # Any process of this machine may connect to such an address.
+                # Any process of this machine may connect to the address.
                 credentials = connection.getsockopt(
                     socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
                 )
@@ -78,8 +78,8 @@ class Group:
             other.close()
 
     def caches(self, own: tuple[Handle, Handle]) -> dict[tuple[int, int], tuple[Handle, Handle]]:
-        """The handles of all ranks' caches, by pipeline and tensor rank, for the leader; nothing
-        for the others.
+        """The handles of all ranks' caches, by pipeline and tensor rank, for the leader; empty for
+        other ranks.
         """
         if self._leader is not None:
             _send(self._leader, own)
@@ -88,10 +88,10 @@ class Group:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """The leader enters when all have come to this point, and the others leave when it leaves.
+        """Let the leader enter when all ranks have come, and the others leave with the leader.
 
-        So whatever a rank does to its cache before or after a step, it does before or after the
-        step for all.
+        A rank's access to its cache before or after a step is therefore before or after the step
+        for all.
 
         Raises:
             OSError: a rank is gone.

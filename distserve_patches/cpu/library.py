@@ -1,6 +1,4 @@
-"""SwiftTransformer's operator library, in Python: what upstream loads when it looks for its shared
-object.
-"""
+"""SwiftTransformer's operator library in Python, which upstream loads as a shared object."""
 
 import contextlib
 import os
@@ -30,7 +28,7 @@ _CLASSES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 
 @contextlib.contextmanager
 def offered() -> Iterator[None]:
-    """Stand where upstream looks for the library while it is imported."""
+    """Offer the library to upstream during its import."""
     load_shared_object, path = torch.ops.load_library, os.environ.get(_PATH_ENV)
     os.environ[_PATH_ENV] = __file__
     torch.ops.load_library = _load  # type: ignore[method-assign] # The one call by which upstream gets its operators.

@@ -1,7 +1,6 @@
 """Memory of a logical GPU: tensors that other processes on this machine can open by a handle.
 
-They are anonymous files, so nothing is left of them when the last process that has them open is
-gone, however it went.
+The tensors are anonymous files, which are freed at any end of the last process that has them open.
 """
 
 import json
@@ -13,13 +12,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-Handle = list[int]  # What upstream passes around: here the characters of a small JSON text.
+Handle = list[int]  # Characters of a small JSON text, in upstream's type.
 
-_files: dict[int, int] = {}  # Where a tensor begins, and the descriptor of its file.
+_files: dict[int, int] = {}  # Descriptor of a tensor's file by its address.
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of that shape. One more row of zeros lies behind its first dimension, see
+    """Allocate zeros of that shape, with another row of zeros behind the first dimension; see
     `with_zero_row`.
     """
     whole = (shape[0] + 1, *shape[1:])
@@ -32,12 +31,12 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def with_zero_row(tensor: Tensor) -> Tensor:
-    """The same memory with the row behind it."""
+    """The same memory including the row of zeros."""
     return tensor.as_strided((tensor.shape[0] + 1, *tensor.shape[1:]), tensor.stride())
 
 
 def handle_of(tensor: Tensor) -> Handle:
-    """A handle for `open_handle`, in any process of the same user while this one runs."""
+    """A handle for `open_handle`, in any process of the same user while this process runs."""
     path = f"/proc/{os.getpid()}/fd/{_files[tensor.data_ptr()]}"
     fields = {
         "path": path,
@@ -48,10 +47,10 @@ def handle_of(tensor: Tensor) -> Handle:
 
 
 def open_handle(handle: Handle) -> Tensor:
-    """The other process's tensor, without the row of zeros.
+    """Open another process's tensor, without the row of zeros.
 
     Raises:
-        OSError: that process is gone.
+        OSError: the process is gone.
     """
     fields = json.loads(bytes(handle))
     descriptor = os.open(fields["path"], os.O_RDWR)
@@ -63,9 +62,7 @@ def open_handle(handle: Handle) -> Tensor:
 
 
 def is_gone(handle: Handle) -> bool:
-    """The process that made the handle has ended: its memory can still be read, but on a GPU it
-    could not.
-    """
+    """Return whether the handle's process has ended, in which case a GPU's memory is lost."""
     return not os.path.exists(json.loads(bytes(handle))["path"])
 
 

@@ -1,4 +1,4 @@
-"""Block migration: a decoding worker copies what it needs of a request's blocks out of the context
+"""Block migration: a decoding worker copies its part of a request's blocks from the context
 workers' caches. Block swaps between a logical GPU's memory and the host's are copies too.
 """
 
@@ -20,7 +20,7 @@ class _Source:
     values: Tensor
 
 
-_sources: dict[tuple[int, int], _Source] = {}  # By pipeline and tensor rank in the context stage.
+_sources: dict[tuple[int, int], _Source] = {}  # By pipeline and tensor rank.
 
 
 def register(
@@ -31,8 +31,8 @@ def register(
     context: list[int],
     decoding: list[int],
 ) -> None:
-    """Record one context worker's caches. `context` and `decoding` are the ranks of that worker
-    and of this one, from upstream's `ParallelConfig.to_list`.
+    """Record one context worker's caches. `context` and `decoding` are the ranks of that worker and
+    of this worker, from upstream's `ParallelConfig.to_list`.
     """
     part = part_of(context, layers, heads)
     if part.shared(part_of(decoding, layers, heads)) is None:
@@ -58,7 +58,7 @@ def migrate_blocks(
     """Copy `context_blocks` into `blocks` of this worker's caches.
 
     Raises:
-        RuntimeError: a context worker that has part of them is gone.
+        RuntimeError: a context worker with part of the blocks is gone.
     """
     layers, heads = pipeline_size * k_cache.shape[1], tensor_size * k_cache.shape[2]
     own = part_of([tensor_size, tensor_rank, pipeline_size, pipeline_rank], layers, heads)

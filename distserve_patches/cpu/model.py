@@ -1,4 +1,4 @@
-"""SwiftTransformer's model classes, computed by kvrs' decoder: same tokens, same KV bits as the
+"""SwiftTransformer's model classes, computed by the decoder of kvrs: same tokens and KV bits as the
 embedded engine.
 """
 
@@ -31,8 +31,8 @@ _pace: Pace | None = None
 
 
 def keep_pace(pace: Pace | None) -> None:
-    """From now on steps and loads of this process last as long as on that machine; None: as long
-    as they take.
+    """Make steps and loads of this process last as long as on the machine of `pace`; None: no
+    delay.
     """
     global _pace
     _pace = pace
@@ -43,13 +43,13 @@ def _sleep_until(end_s: float) -> None:
 
 
 def llama(*given: Any) -> "Model":
-    """Take SwiftTransformer's arguments; what is not used is read from the checkpoint."""
+    """Take SwiftTransformer's arguments; the checkpoint has the unused ones."""
     _vocab, positions, _hidden, layers, _heads, kv_heads, head_dim, _intermediate, *rest = given
     return Model(layers, kv_heads, head_dim, positions, *rest)
 
 
 def opt(*given: Any) -> "Model":
-    """Take SwiftTransformer's arguments, as `llama`."""
+    """Take SwiftTransformer's arguments, like `llama`."""
     _vocab, positions, _hidden, layers, heads, head_dim, *rest = given
     return Model(layers, heads, head_dim, positions, *rest)
 
@@ -61,8 +61,8 @@ def gpt2(*_: Any) -> NoReturn:
 
 
 class Model:
-    """One rank's. The leader of its stage loads the whole model and computes for all ranks, each of
-    which holds its own KV.
+    """The model of one rank. The leader of a stage loads the whole model and computes for all
+    ranks; each rank holds its own KV.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Model:
         blocks_per_request: int,
         parallel: list[int],
     ) -> None:
-        """Raises ConfigError: what only a GPU can do is asked for."""
+        """Raises ConfigError: an option needs a GPU."""
         if dtype != "fp32":
             raise ConfigError(
                 f"dtype: got {dtype!r}; allowed: 'fp32' (off the GPU everything is "
@@ -102,7 +102,7 @@ class Model:
         self._met = False
 
     def init_communicator(self, tensor_group: list[int], pipeline_group: list[int]) -> None:
-        """Join the ranks of the stage. Only the id of the pipeline is one for all of them."""
+        """Join the ranks of the stage. Only the pipeline's id is the same for all ranks."""
         del tensor_group
         self.group = Group(pipeline_group, self._parallel)
 
@@ -116,8 +116,7 @@ class Model:
         """Load a Hugging Face directory, if this rank computes.
 
         Raises:
-            ConfigError: it is incomplete, or of another shape than upstream read from its
-                config.json.
+            ConfigError: incomplete, or another shape than upstream read from config.json.
         """
         assert self.group is not None, "the communicator comes first"
         if not self.group.leads:
@@ -150,8 +149,8 @@ class Model:
         v_cache: Tensor,
         block_tables: list[list[int]],
     ) -> list[int]:
-        """Compute each request's new tokens behind its earlier ones. The next token of each, if
-        this rank leads.
+        """Compute each request's new tokens behind its earlier ones; return the next tokens if this
+        rank leads.
         """
         assert self.group is not None, "the communicator comes first"
         if not self._met:

@@ -1,4 +1,4 @@
-"""Puts the logical GPU below upstream's modules."""
+"""Replaces the GPU below upstream's modules by a logical GPU."""
 
 from functools import partial
 from typing import Any
@@ -17,10 +17,10 @@ def apply(logical_gpu_bytes: int, pace: str | None) -> None:
     worker.download_and_convert_weights = _directory_of
     if pace is not None:
         model.keep_pace(Pace(pace))
-    # Upstream's command line has no flag for it, and its default is half precision.
+    # Upstream's command line has no flag for the type, and its default is half precision.
     llm.ModelConfig = partial(llm.ModelConfig, dtype="fp32")
 
 
 def _directory_of(model_config: Any) -> str:
-    """No conversion: a Hugging Face directory is read as it is."""
+    """Return a Hugging Face directory without conversion."""
     return str(model_config.model)

@@ -1,5 +1,5 @@
-"""The part of a model's KV that a rank holds, and the KV of a whole stage as one pool for kvrs'
-decoder.
+"""The part of a model's KV at one rank, and the KV of a whole stage as a pool for the decoder of
+kvrs.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from kvrs_engine.engine.layers.step import pages_per_block
 
 
 def part_of(parallel: list[int], layers: int, heads: int) -> Part:
-    """The part of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that
-    many layers and heads.
+    """The part of the rank that upstream's `ParallelConfig.to_list` describes, in a model with
+    these layers and heads.
     """
     tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
     assert tensor_rank < tensor_size, "a rank lies in its group"
@@ -27,13 +27,13 @@ def part_of(parallel: list[int], layers: int, heads: int) -> Part:
 
 
 class ShardedPool:
-    """A `KvStore` for kvrs' decoder over the caches of all ranks of a stage."""
+    """A `KvStore` for the decoder of kvrs over the caches of all ranks of a stage."""
 
     def __init__(
         self, geometry: KvGeometry, shards: Sequence[Sequence[tuple[Tensor, Tensor]]]
     ) -> None:
-        """`shards[pipeline rank][tensor rank]`: keys and values `[blocks + 1, layers, heads, block
-        size, head_dim]` of that rank, the last block zero.
+        """Take the shards: `shards[pipeline rank][tensor rank]` are keys and values `[blocks + 1,
+        layers, heads, block size, head_dim]` of that rank, with a last block of zeros.
         """
         self.geometry = geometry
         first = shards[0][0][0]
@@ -72,7 +72,7 @@ class ShardedPool:
         if len(self._runs[stage]) == 1:
             ((keys, values),) = self._runs[stage]
             return keys[first:].index_select(0, runs), values[first:].index_select(0, runs)
-        # `step` lays runs out as (tile and block, head, page); each rank has its own heads of them.
+        # `step` orders runs as (tile and block, head, page); each rank has its own heads.
         by_head = runs.view(-1, self.geometry.kv_heads, self._pages_per_block)
         gathered = []
         for kind in (0, 1):
