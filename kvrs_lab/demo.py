@@ -116,7 +116,7 @@ def run_load(
     request that takes longer than `timeout_s` fails.
 
     Raises:
-        ConfigError: a fault has an unknown victim, or one that refuses it.
+        ConfigError: a fault has an unknown victim, or its victim refuses.
         FaultError: a fault could not be carried out.
     """
 

@@ -35,8 +35,8 @@ def classify(status: int, *, kernel_killed: bool | None) -> tuple[str, bool] | N
     """The cause of an end, and whether the cause came from outside; None: unknown. Pure.
 
     Args:
-        status: as of `subprocess`, below 0 minus a signal; 0: it has drained, as it was told to.
-        kernel_killed: the kernel has ended a process for its memory just now; None: not known.
+        status: as of `subprocess`; below 0: minus a signal; 0: the process was told to drain.
+        kernel_killed: the kernel has just killed a process for its memory; None: unknown.
     """
     if status >= 0:
         return f"exit status {status}", status == 0

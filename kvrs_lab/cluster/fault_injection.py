@@ -46,7 +46,7 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
     faults.
 
     Raises:
-        ConfigError: one line per fault with an unknown victim, or that its victim refuses.
+        ConfigError: one line per fault with an unknown victim or a refusal.
         AdminError: the admin port does not answer.
     """
     rows = rows_of(await port.state())
@@ -157,7 +157,7 @@ async def inject_faults(injection: Injection) -> None:
     victim that has already died is noted as `gone`.
 
     Raises:
-        FaultError: a process cannot be hit from here.
+        FaultError: a process of another machine or user.
     """
     injector = _Injector(injection)
     try:

@@ -85,7 +85,7 @@ class Hosted:
         """The configuration of the file, parsed again only after a change.
 
         Raises:
-            ConfigError: it cannot be read, or holds faults.
+            ConfigError: the file cannot be read, or has faults.
         """
         document = b""
         with suppress(OSError):  # The parser reports the error.

@@ -156,7 +156,7 @@ class Cluster:
         """`/kvrs/v1/state` of a proxy; without a number, of the first proxy that answers.
 
         Raises:
-            AdminError: it does not answer, or not with a state.
+            AdminError: no answer, or an answer without a state.
         """
         if proxy is not None:
             return self.proxies[proxy].admin.state()
@@ -171,8 +171,8 @@ class Cluster:
         these are killed.
 
         Raises:
-            LaunchError: one is not up; none was killed.
-            FaultError: the state of one is wrong or outdated.
+            LaunchError: an instance or agent is not up, so none was killed.
+            FaultError: the state of a process is wrong or outdated.
         """
         rows = rows_of(self.state())
         for name in names:

@@ -94,7 +94,7 @@ class RemoteSupervisor:
         """Join Ray and place all nodes; return the configuration with their addresses.
 
         Raises:
-            ConfigError: it cannot run there, or a node has no machine.
+            ConfigError: the configuration cannot run on Ray, or a node has no machine.
             LaunchError: Ray does not answer.
         """
         if faults := [*faults_of_ray(config)]:

@@ -47,7 +47,7 @@ class RunDirectory:
         Both are made on the first call.
 
         Raises:
-            ConfigError: there can be no segments.
+            ConfigError: the directory of segments cannot be made.
             LaunchError: the model cannot be generated.
         """
         if self._owned is None:
@@ -96,7 +96,7 @@ class RunDirectory:
         """Replace a configuration file atomically, so that no process reads a part of it.
 
         Raises:
-            OSError: it cannot be written; the one before stays.
+            OSError: a failed write, after which the former file stays.
         """
         path = self.config_path(proxy)
         scratch = path.with_suffix(".new")
@@ -132,7 +132,7 @@ def with_segments(config: Config, run_directory: Path) -> Config:
     access.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the directory cannot be made.
     """
     if not config.agents_run:
         return config

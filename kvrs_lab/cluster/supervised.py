@@ -323,7 +323,7 @@ def wait_ready(
     """Wait until all processes have served.
 
     Raises:
-        LaunchError: one does not start.
+        LaunchError: a process does not start.
     """
     waiting = dict(processes)
     wait = StartWait(max(process.start_timeout_s for process in processes.values()), progress)

@@ -67,7 +67,7 @@ def open_process(row: Mapping[str, Any]) -> int:
     """A handle on the process of an instance or agent of the state, on this machine.
 
     Raises:
-        FaultError: it runs elsewhere, may not be signalled, or is not the process of the state.
+        FaultError: the process runs elsewhere, may not be signalled, or is another one.
     """
     address = urlsplit(row["url"])
     what = f"{named(row)} at {row['url']}"

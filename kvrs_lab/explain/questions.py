@@ -31,7 +31,7 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
     """Explain one decision. `given` has the options by name; those without a default may be None.
 
     Raises:
-        ConfigError: there is no such profile; or other options are wrong, all named at once.
+        ConfigError: an unknown profile, or other wrong options, all named at once.
     """
     profile, table = _profile(given["profile"]), catalog.prefill_table(given["profile"])
     _check(_faults_of_decision(given))
@@ -82,7 +82,7 @@ def parse_bandwidth(text: str, option: str) -> float:
     per second.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: the text has another form.
     """
     if (link := catalog.links().get(text)) is not None:
         return link.transfer.bytes_per_s

@@ -270,8 +270,7 @@ def load_faults(path: Path) -> list[Fault]:
     """Read and check a file of faults.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds mistakes: one line for each, all
-            at once.
+        ConfigError: the file cannot be read, is not YAML, or has mistakes, a line for each.
     """
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))

@@ -70,8 +70,8 @@ class FaultSchedule:
         """The faults to carry out now, in the order of the file.
 
         Args:
-            elapsed_s: since the start of the run.
-            requests_sent: so far.
+            elapsed_s: time since the start of the run.
+            requests_sent: number of sent requests.
             up: every instance and agent that is up.
         """
         due: list[DueFault] = []

@@ -51,7 +51,7 @@ class AdminPort:
         """Read `/kvrs/v1/state`.
 
         Raises:
-            AdminError: there is no answer, or not from a kvrs proxy.
+            AdminError: no answer, or not from a kvrs proxy.
         """
         return await asyncio.to_thread(self.client.state)
 
@@ -62,7 +62,7 @@ class AdminPort:
         done, which send requests and KV.
 
         Raises:
-            AdminError: some are not up after `timeout_s`; the message names them.
+            AdminError: the time is over; the message names the processes that are not up.
         """
         down: list[str] = []
         try:

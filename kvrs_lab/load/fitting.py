@@ -25,7 +25,7 @@ async def served_tokens(url: str, dialect: Dialect) -> int | None:
     """Limit of prompt and output tokens, from the server's `/v1/models`; None: not reported.
 
     Raises:
-        ConfigError: nothing answers there.
+        ConfigError: no server answers at `url`.
     """
     key = dialect.api_key
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}

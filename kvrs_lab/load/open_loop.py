@@ -86,9 +86,9 @@ async def replay(
         dialect: the form of requests that the server expects.
         start_s: `time.monotonic()` of the run's start, for callers that act on the same clock;
             default: now.
-        timeout_s: after this long a stream is given up with an error of kind `timeout`.
-        progress: to be kept current, for callers that look at it themselves.
-        bodies: of the requests, from `encode`, for callers with a clock that runs already.
+        timeout_s: limit of a stream, which then ends with an error of kind `timeout`.
+        progress: object to keep current, for callers that read it themselves.
+        bodies: bodies of the requests, from `encode`, for callers with a running clock.
         ended: gets each record as its stream ends, for callers that cancel the rest.
     """
     dialect = dialect or Dialect()

@@ -70,7 +70,7 @@ async def run_pass(
     up the rest.
 
     Raises:
-        AdminError, and whatever the injector raises: the load is given up then.
+        AdminError, and the injector's errors: the load is given up.
     """
     run = Run([])
     if target.port is not None:

@@ -69,9 +69,9 @@ def impact_window(
 
     Args:
         faulted: the records of the run with faults.
-        clean: the same requests without, by index.
-        replay_ttft_s: of every interrupted request, by index.
-        fault_s: when the first fault was done.
+        clean: the records of the same requests without faults, by index.
+        replay_ttft_s: replay TTFT of every interrupted request, by index.
+        fault_s: time of the first fault.
         bucket_requests: requests per bucket; default: 200, fewer in runs of less than 2,000
             requests.
     """

@@ -105,7 +105,7 @@ def load_report(path: Path, schema_version: int) -> Report:
     """Read a `report.json`, or the one in a directory.
 
     Raises:
-        ReportError: there is none, or it is of another version.
+        ReportError: no report, or a report of another version.
     """
     file = path / "report.json" if path.is_dir() else path
     try:

@@ -122,10 +122,9 @@ def fault_to_first_token_s(
     """TFS: from the fault to the first token of any interrupted stream after its recovery decision.
 
     Args:
-        victims: each interrupted stream with the time at which its recovery was decided. A token
-            that was still on its way when the instance died is no success, and the decision comes
-            after the last of those.
-        fault_s: when the fault was done.
+        victims: each interrupted stream with the time of its recovery decision. A token on its
+            way at the instance's death is no success, and comes before the decision.
+        fault_s: time of the fault.
     """
     resumed = (
         next((at_s for at_s in record.token_times_s if at_s > decided_s), None)

@@ -10,7 +10,7 @@ def claim_directory(directory: Path) -> None:
     """Check that the directory is writable, before a run whose result would be lost.
 
     Raises:
-        ConfigError: they cannot; with the reason.
+        ConfigError: the directory is not writable.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

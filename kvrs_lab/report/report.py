@@ -45,13 +45,12 @@ def build_report(
 
     Args:
         faulted: the records of the run.
-        clean: the same requests without faults, matched by index; None: there was no such run, and
-            nothing is compared.
+        clean: the same requests without faults, matched by index; None: no comparison.
         recoveries: rows of the proxy's state: at_s, stream, attempt, option, from, to, cause,
             predicted_s, real_s, estimates, produced_tokens, gap_s. `at_s` counts from the start of
             the faulted run, as do the records' times.
-        faults: those that were carried out: at_s, what, whom, instances, pid, inflight.
-        settings: of the run; kept unchanged.
+        faults: faults that were carried out: at_s, what, whom, instances, pid, inflight.
+        settings: settings of the run, kept unchanged.
         slo: the limits for goodput.
         never_due: labels of the faults that were not carried out.
         proxy: the proxy's row in its state (version, policy, config_digest), where known.

@@ -173,8 +173,8 @@ async def ask(
     """Ask another process, which answers nothing where `answer` returns None.
 
     Raises:
-        ConnectionError: none lives there.
-        TimeoutError: it has not answered in time.
+        ConnectionError: the process is dead.
+        TimeoutError: no answer in time.
     """
     answered: asyncio.Future[T | None] = loop.create_future()
 

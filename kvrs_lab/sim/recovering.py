@@ -45,7 +45,7 @@ def draft_model_of(config: Config) -> SimDraftModel | None:
     """Find the draft model of a configuration; None: no draft model.
 
     Raises:
-        ConfigError: no profile says how long the draft takes.
+        ConfigError: no profile has the times of the draft model.
     """
     speculation, disk_bytes_per_s = config.speculation, config.cluster.engine.disk_bytes_per_s
     if speculation.source is not DraftSourceName.DRAFT:

@@ -77,7 +77,7 @@ def load_space(path: Path) -> Space:
     """Load a YAML file that maps settings to lists of values or spans.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such space.
+        ConfigError: the file cannot be read, or has another form.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def config_with(path: Path | None, values: Mapping[str, Value]) -> Config:
     """Load the configuration with these values.
 
     Raises:
-        ConfigError: it is wrong with them.
+        ConfigError: the changed configuration is wrong.
     """
     source = load_source(path, os.environ)
     source.document = source.document or {}

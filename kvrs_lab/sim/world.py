@@ -77,7 +77,7 @@ class World:
         """Run until every stream has ended and all processes are at rest.
 
         Raises:
-            InvariantError, AssertionError: something happened that must not.
+            InvariantError, AssertionError: an invariant is broken.
         """
         with collect_seldom(), self._running():
             # The world is not over before the last request.

@@ -215,7 +215,7 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
     of tokens, at least one.
 
     Raises:
-        TraceError: the factor is so large that a block would not be one of the trace any more.
+        TraceError: the factor is not above 0 and up to 1.
     """
     if not 0 < factor <= 1:
         raise TraceError(f"length scale: got {factor}; allowed: above 0, up to 1")
