@@ -442,14 +442,14 @@ def test_docstrings_and_comments_name_their_thing() -> None:
     wrong = [
         f"{module}: {text[:50]!r}"
         for module in modules()
-        if root_of(module) in PACKAGES
+        if root_of(module) in PRODUCT
         for node in nodes_of(module)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if UNNAMED.match(text := ast.get_docstring(node) or "")
     ]
     wrong += [
         f"{path.relative_to(ROOT)}:{line} {text[:50]!r}"
-        for package in PACKAGES
+        for package in PRODUCT
         for path in sorted((ROOT / package).rglob("*.py"))
         for line, text in comments(path)
         if UNNAMED.match(text)
