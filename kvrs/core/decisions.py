@@ -134,8 +134,8 @@ def recover(
     state: State, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
 ) -> Decision | None:
     """Decide a stream's recovery with its history, at the assigned target or another one with fewer
-    than `limit` streams; None: no option keeps its promises. `others`: victims placed together with
-    it, per target.
+    than `limit` streams; None: no option keeps the stream's promise. `others`: number of other
+    victims of the event, per target.
     """
     rule, targets = _rule(state), [assigned]
     if rule.several_targets and state.settings.policy.dispatch is Dispatch.REBALANCE:
@@ -243,7 +243,7 @@ def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> ac
 
 
 def deadline_missed(state: State, decision: Decision, lasts_s: float, now_s: float) -> None:
-    """Learn from an overdue re-forming: it takes at least this long."""
+    """Learn from an overdue re-forming, which takes at least `lasts_s`."""
     chosen = decision.chosen
     if _rule(state).learns and chosen.option.stays:
         state.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)

@@ -90,7 +90,8 @@ def _drain(state: State, member: Member, produced: Mapping[StreamId, int], now_s
     """Move streams from an instance that is about to end, while their KV is still there."""
     member.draining = True
     state.view.update(member)
-    # Every report repeats the move, so that a re-forming target is awaited.
+    # Every report of the instance repeats the move, because a re-forming target may be ready by
+    # then.
     if _can_move_from(state, member):
         _leave_kv(state, member, produced)
         _move(state, member, "moved: its instance is about to end", produced, now_s)

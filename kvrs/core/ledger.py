@@ -269,8 +269,8 @@ def _enter(state: State, stream: Stream, stage: Stage, member: Member | None = N
 
 
 def await_whole(state: State, stream: Stream) -> None:
-    """Note that the answer comes in one piece: its instance is not late, and the time until then
-    does not judge the prediction.
+    """Note that the answer comes in one piece: until then its instance is not overdue, and the time
+    is not compared with the prediction.
     """
     attempt = stream.attempt
     if attempt.runs_on is not None:

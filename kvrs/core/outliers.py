@@ -72,8 +72,8 @@ def contradict(state: State, stream: Stream, accepting: Member) -> None:
 
 
 def computed(state: State, stream: Stream, member: Member) -> None:
-    """Note the next token, from an instance: earlier logits that were not numbers were the fault of
-    the instance before.
+    """Note that an instance has computed the stream's next token: earlier logits that were not
+    numbers were the fault of the instance before.
     """
     for each in stream.recovery.overflowed:
         other = state.view.members.get(each.instance)

@@ -36,7 +36,8 @@ from kvrs.protocol.instance import STORE
 _FEW = 32
 
 _MOST_AGENTS = 4  # Most agents weighed for a prompt: it bounds the time of a decision.
-# Multiple of the predicted time for which an agent is awaited, and the least time.
+# An agent's load is awaited for this multiple of its predicted time, and at least for these
+# seconds.
 _PATIENCE, _LEAST_PATIENCE_S = 4.0, 0.1
 
 _queue = attrgetter("queue_s", "id")

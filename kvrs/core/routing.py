@@ -392,8 +392,8 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
 
 def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
     """Return whether the instance may get this stream, regardless of its health: it serves the
-    name, has asked for no pause, has not failed the stream, and the stream need not avoid it
-    (`poison.py`).
+    name, has asked for no pause, has not failed the stream (unless `barred_too`), and the stream
+    need not avoid it (`poison.py`).
     """
     if stream.name and not stream.is_served_at(member):
         return False

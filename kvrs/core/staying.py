@@ -21,8 +21,9 @@ from kvrs.core.options.base import usable_pages
 from kvrs.core.state import State
 from kvrs.ids import StreamId
 
-# Bounds of a deadline's grace, which is half of its length. The upper bound also limits how far
-# changed predictions of one re-forming extend a deadline: the shortest silence that counts.
+# A deadline has a grace of half the predicted time, within these bounds. The upper one, the
+# shortest silence that counts, is also the most by which changed predictions of one re-forming
+# extend a deadline.
 _SHORTEST_GRACE_S = 0.1
 _LONGEST_GRACE_S = 2.0
 # Smaller delays of a re-forming's predicted end change no decision.
@@ -65,7 +66,7 @@ def reforming(
 
 
 def reformed(state: State, home: Member, event: ev.LoadReported, now_s: float) -> None:
-    """Handle an instance that serves again; deadlines of staying streams remain."""
+    """Handle an instance whose re-forming has ended; deadlines of staying streams remain set."""
     home.set_pace(*factors_of(event.report), event.token_s)
     if home.reforming is not None:
         state.view.prefill_order.note_queue(home, home.reforming.queue_s)

@@ -106,7 +106,8 @@ def _hand_off(state: State, stream: Stream, event: ev.PrefillDone, now_s: float)
         ledger.end_attempt(state, stream, cause, plan.decode, now_s)
         starter.place_all(state, [stream], now_s)
         return
-    # Otherwise the plan holds: a single call is at decode already, or nothing has changed.
+    # The plan is replaced only for a hand-off that goes elsewhere or needs new agents; a single
+    # call is at decode already.
     if not is_one_call(planned, prefill.id) and (
         decode is not planned or state.settings.keeps_checkpoints
     ):

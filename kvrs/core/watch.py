@@ -158,8 +158,8 @@ class Watch(ABC, Generic[Known, Info, Report]):
         self._pause_s = FIRST_PAUSE_S
 
     def connects(self) -> int:
-        """Note that the shell connects to IDENTIFY the process; return the session to pass from now
-        on.
+        """Note that the shell connects to IDENTIFY the process; return the number of the session,
+        which later reports name.
         """
         self._sessions += 1
         self.session, self._info, self._unmet = self._sessions, None, None

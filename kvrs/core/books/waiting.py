@@ -36,7 +36,7 @@ _KEPT_RETRY_SHARE = 0.25
 class Timers:
     def __init__(self) -> None:
         self.alarms_s: dict[StreamId, float] = {}
-        # (time, sequence number, stream); also has alarms that were moved or cleared.
+        # Alarms as (time, sequence number, stream), of which some were moved or cleared since.
         self.heap: list[tuple[float, int, StreamId]] = []
         self._count = 0  # The sequence number keeps alarms of equal times in the order of setting.
         self._requested_s: float | None = None
@@ -176,7 +176,9 @@ class SlotBook:
     def acquire(
         self, target: InstanceId, stream: StreamId, now_s: float, predicted_s: float
     ) -> bool:
-        """Take a slot for a transfer of `predicted_s` and leave the queue; False: none is free."""
+        """Take a slot for a transfer that is predicted to last `predicted_s`, and leave the queue;
+        return False if no slot is free.
+        """
         assert stream not in self.held, stream
         book = self._targets.setdefault(target, _Target())
         ahead = book.ahead_of(stream) if book.waiting else 0

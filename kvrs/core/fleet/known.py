@@ -217,8 +217,9 @@ class Instances:
         return ev.InstanceUp(info, table)
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:
-        """Return the prefill table of the settings. None: there is none, or another instance
-        computes this one's prompts; then known tokens are read one per step, as its own table says.
+        """Return the prefill table of the settings. None: the instance's own table counts, because
+        the settings name none, or because another instance computes its prompts, and it reads known
+        tokens one per step.
         """
         return self._table if info.own_prefill is None else None
 

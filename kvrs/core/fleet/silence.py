@@ -49,7 +49,7 @@ class SilenceTimer:
     next_s: float = inf  # Time of the next look, set by the first look.
 
     def stalled(self, late_s: float, now_s: float) -> None:
-        """Exclude a pause of this process until now, in which it could hear nothing."""
+        """Leave a pause of this process, in which it could hear nothing, out of the silence."""
         self.heard_s = min(now_s, self.heard_s + late_s)
 
     def may_be_suspected(self, now_s: float) -> bool:

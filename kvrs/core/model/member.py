@@ -261,8 +261,8 @@ class Member:
     resumes_exactly: bool = False
     computes_prompts: bool = False  # A decode instance that can also prefill new streams.
     names: tuple[str, ...] = ()  # Served models, aliases and adapters.
-    # Namespace of the rows of its CPU tier, which its node's agent serves (`has_tier`), or of the
-    # shared store of its engine (`in_store`); empty: neither.
+    # Namespace of the rows of the instance's CPU tier, which its node's agent serves (`has_tier`),
+    # or of the store that its engine shares (`in_store`); empty: neither.
     rows: str = ""
     has_tier: bool = False
     tier_tokens: int = 0  # Tokens that the CPU tier has room for; 0: not reported.
@@ -277,7 +277,7 @@ class Member:
     guess: PrefillTable | None = None
     # Sort key of decode instances: streams, then id.
     rank: tuple[int, InstanceId] = field(init=False)
-    # Decode instances on its node that are not drained and can take its hand-offs.
+    # Decode instances on the same node that are not drained and can take this instance's hand-offs.
     own_decoders: list["Member"] = field(default_factory=list)
     is_ranked: bool = False  # True: `ClusterView.decoders` lists the instance.
     # Sort key of prefill instances when last sorted: predicted work, streams of the least loaded of

@@ -173,7 +173,7 @@ class RecoveryState(msgspec.Struct, eq=False):
     deaths: tuple[Death, ...] = ()
     # Connections that broke before any data; the processes may have died.
     broken: tuple[Death, ...] = ()
-    # Instances that run another stream which may be the cause of such deaths.
+    # Instances that run another stream which may have caused the deaths that this one met.
     avoided: frozenset[InstanceId] = frozenset()
 
     @property
