@@ -343,10 +343,10 @@ def test_a_rank_that_hangs_as_it_loads_is_started_again(monkeypatch: pytest.Monk
 
 
 def test_scripted_ranks_can_fail() -> None:
-    """A probe with other bits ends the instance: the rig hides nothing."""
+    """A probe with wrong bits ends the instance: the rig hides nothing."""
     with scripted() as group:
         group.probe = lambda formation: group.probed + 1  # type: ignore[method-assign]
         group.lose(1)
         group.until(lambda: group.ended is not None)
 
-        assert "other bits" in str(group.ended)
+        assert "wrong bits" in str(group.ended)
