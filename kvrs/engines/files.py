@@ -17,14 +17,15 @@ def _process_start_ns() -> int:
     return time.time_ns() - int(age_s * 1e9)
 
 
-# Start of this process: the engine's workers are its children, so no file was read earlier.
+# Start of this process in nanoseconds since 1970. The engine's workers are its children, so no
+# worker has read a file earlier.
 STARTED_NS = _process_start_ns()
 
 Signature = tuple[tuple[int, int, int, int, int], ...]
 
 
 def on_the_way(directory: Path) -> list[Path]:
-    """Return the directory and the symbolic links on the way to it."""
+    """Return a directory, and before it the symbolic links among its parents."""
     return [*(each for each in directory.absolute().parents if each.is_symlink()), directory]
 
 
@@ -53,8 +54,8 @@ def _identity(path: Path, of: os.stat_result) -> tuple[int, int, int, int, int]:
 
 
 def digest_of(files: Iterable[Path]) -> bytes:
-    """Digest of the files' names and bytes, with a thread per processor: files that a server has
-    just read are in the page cache.
+    """Compute a digest of the files' names and bytes, with a thread per processor: files that a
+    server has just read are in the page cache, so reading them again is fast.
 
     Raises:
         OSError: a file cannot be read.

@@ -10,9 +10,9 @@ from kvrs.errors import KvrsError
 
 
 def weights_of(model: str, revision: str | None = None, cache: str | None = None) -> str:
-    """Digest of the weights, code and configuration in a model's directory, or in the snapshot of a
-    model's name that is in the cache of Hugging Face. Files in the cache are named by digests of
-    their contents, so their names are hashed; other files are read.
+    """Return the digest of the weights, code and configuration of a model: of its directory, or of
+    the snapshot with the model's name in the cache of Hugging Face. Files in the cache are named by
+    digests of their contents, so only their names are hashed.
 
     Raises:
         KvrsError: no files, or files that have changed since this server started.

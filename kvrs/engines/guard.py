@@ -16,7 +16,9 @@ R = TypeVar("R")
 
 
 class Switch:
-    """On/off state of an object with hooks. `turned_off` is called once, at the first error."""
+    """On/off state of an object whose hooks an engine calls. `turned_off` is called once, at the
+    first error.
+    """
 
     def __init__(self, turned_off: Callable[[], None] = lambda: None) -> None:
         self.off_reason: str | None = None
@@ -34,8 +36,8 @@ class Switch:
 
 
 def guarded(idle: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a hook of an object with a `switch`. `idle` makes the hook's answer for "nothing to
-    do".
+    """Make a decorator for hooks of an object with a `switch`: an error turns the switch off, and
+    from then on the hook returns `idle()`, which means "nothing to do".
     """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:

@@ -1,5 +1,5 @@
-"""An engine's process in the cluster: the agents whose rows it can load, and its link to the agent
-of its own node.
+"""Place of an engine's process in the cluster: the agents whose rows it can load, and its link to
+the agent of its own node.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from kvrs.transfer.store.directory import row_directory
 
 
 def namespace_of(fields: dict[str, Any]) -> bytes:
-    """Digest of everything that determines the meaning of a row."""
+    """Return the namespace of rows, a digest of all fields that determine what their bytes mean."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
 
 class EnginePlace:
-    """The configuration and secret of the cluster, for the process of one instance."""
+    """The configuration and the secret of the cluster, as the process of one engine reads them."""
 
     def __init__(self, file: str, instance: str) -> None:
-        """`file`: the cluster's YAML; `instance`: an id in it.
+        """Read the cluster's YAML `file`, in which `instance` is this engine's id.
 
         Raises:
             KvrsError: the file, the id or the secret is wrong.
@@ -58,8 +58,8 @@ class EnginePlace:
         }
 
     def clients(self, space: Space) -> tuple[RowClient, dict[str, RowClient]]:
-        """Return a client of the own node's agent, and by id clients of other nodes' agents with a
-        row port.
+        """Return the client of the own node's agent, and by id the clients of other nodes' agents
+        that have a row port.
         """
         tags = RowTags(self.secrets)
         found = {
@@ -73,7 +73,7 @@ class EnginePlace:
     def link(
         self, info: RegionInfo, memory: int, ledger: RowLedger, dial_within_s: float
     ) -> RegionLink:
-        """Make the link that passes this memory and its ledger to the own node's agent.
+        """Make the link that gives the engine's memory and its ledger to the own node's agent.
 
         Raises:
             OSError: the memory cannot be opened for reading.

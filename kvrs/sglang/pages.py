@@ -15,14 +15,14 @@ from kvrs.engines.proof import RowProofs
 from kvrs.sglang.region import PageRegion
 from kvrs.transfer.rows.client import RowClient
 
-# Most agents of other nodes to ask, in the order of the cluster's file from the own node on.
+# Most agents of other nodes that are asked, in the order of the configuration from the own node on.
 MAX_ASKED = 16
-_AT_ONCE_BYTES = 64 << 20  # Most bytes of pages in transfer at a time.
-_CALLERS = 2  # HiCache looks up in one thread and loads in another.
+_AT_ONCE_BYTES = 64 << 20  # Most bytes of pages that are loaded from agents at a time.
+_CALLERS = 2  # Number of HiCache's threads that call: one looks up, another loads.
 
 
 class LoadedPages(NamedTuple):
-    """Number of loaded pages by source."""
+    """Numbers of pages that were loaded, by where they came from."""
 
     own: int = 0
     agents: int = 0
@@ -33,7 +33,7 @@ class LoadedPages(NamedTuple):
 
 
 class Pages:
-    """The server's region, and clients of agents."""
+    """The pages that this server can load: from its own region, and from agents."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Pages:
         lookup_s: float,
         load_s: float,
     ) -> None:
-        """`agents`: the own node's first; of several holders of a page the first is used."""
+        """Keep the region, and the agents in the order of preference, the own node's first."""
         self.region, self._agents, self.proofs = region, agents, proofs
         self._lookup_s, self._load_s = lookup_s, load_s
         self._threads = ThreadPoolExecutor(
@@ -51,8 +51,8 @@ class Pages:
         )
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading pages are held somewhere, without a last page that is to be
-        checked: SGLang computes that page.
+        """Return how many leading pages the region or an agent holds. A last page that is to be
+        compared does not count, so that SGLang computes it.
         """
         holders = [*takewhile(bool, self._holders(keys))]
         agent = holders[-1] if holders else None
@@ -65,8 +65,8 @@ class Pages:
         return at
 
     def load(self, keys: Sequence[bytes], use: Callable[[int, memoryview], object]) -> LoadedPages:
-        """Pass pages to `use`, each with its index among the keys, until a page is missing. Pages
-        from agents are also kept in the own region: agents may soon drop them.
+        """Call `use` with the index and the bytes of each page of `keys`, until a page is missing.
+        Pages from agents are also kept in the own region, since agents may soon drop them.
         """
         found = LoadedPages()
         some = max(1, _AT_ONCE_BYTES // self.region.row_bytes)
@@ -91,7 +91,7 @@ class Pages:
             agent.close()
 
     def _holders(self, keys: Sequence[bytes]) -> list[PageRegion | RowClient | None]:
-        """Return the holder of each page."""
+        """Return the holder of each page, the region or an agent; None: no holder."""
         found: list[PageRegion | RowClient | None] = [
             self.region if held else None for held in self.region.held(keys)
         ]

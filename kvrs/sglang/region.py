@@ -12,17 +12,20 @@ from kvrs.transfer.rows.ledger import RowLedger
 
 
 class PageRegion:
-    """Shared memory for pages, and its ledger. Threads may share the object."""
+    """Shared memory for pages, and the ledger of its rows. Threads may use the object at the same
+    time.
+    """
 
     def __init__(self, rows: int, row_bytes: int) -> None:
-        """Memory is allocated only as rows are filled.
+        """Make a region of `rows` rows. The kernel allocates memory only as rows are filled.
 
         Raises:
             OSError: the memory cannot be allocated.
         """
         self.rows, self.row_bytes = rows, row_bytes
         self.memory = os.memfd_create("kvrs-pages", os.MFD_CLOEXEC)
-        os.fchmod(self.memory, 0o600)  # Other users can open the memory for reading only.
+        # Other users of the machine must not open the memory for writing.
+        os.fchmod(self.memory, 0o600)
         os.ftruncate(self.memory, rows * row_bytes)
         self._bytes = memoryview(mmap.mmap(self.memory, rows * row_bytes))
         self.ledger = RowLedger(rows, row_bytes)
@@ -32,7 +35,9 @@ class PageRegion:
         self._lock = threading.Lock()
 
     def put(self, key: bytes, fill: Callable[[memoryview], object]) -> None:
-        """Keep a page, whose bytes `fill` writes. A page already present is not written again."""
+        """Keep a page under a key: `fill` writes its bytes. A page that is already kept is not
+        written again.
+        """
         with self._lock:
             if key in self._row_of:
                 self._row_of.move_to_end(key)
@@ -48,7 +53,7 @@ class PageRegion:
             self._row_of[key] = row
 
     def take(self, key: bytes, use: Callable[[memoryview], object]) -> bool:
-        """Pass a page to `use`; False: no such page."""
+        """Call `use` with the bytes of a page; return False: no such page is kept."""
         with self._lock:
             if (row := self._row_of.get(key)) is None:
                 return False
@@ -70,7 +75,7 @@ class PageRegion:
             self.ledger.describe(self.row_bytes)
 
     def close(self) -> None:
-        """Withdraw all pages for good."""
+        """Close the ledger: agents serve no page of the region any more."""
         with self._lock:
             self._row_of.clear()
             self.ledger.close()

@@ -18,13 +18,16 @@ from kvrs.protocol.instance import REPLAY_KEY
 
 log = logging.getLogger(__name__)
 
-_REQUEST = "__req__"  # SGLang's key of the request in its parameters.
-_PLACE = "kvrs_place"  # Key of this processor's state between two steps of a request.
+_REQUEST = "__req__"  # Key under which SGLang puts the request itself among a request's parameters.
+# Key among a request's parameters under which this processor keeps its state from step to step.
+_PLACE = "kvrs_place"
 
 
 class ReplayProcessor(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is not checked.
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:
-        """Leave a single allowed token in each row whose next token is known."""
+        """Forbid all tokens but the next known one, in each row of the logits whose request repeats
+        tokens.
+        """
         try:
             for row, parameters in enumerate(custom_param_list or ()):
                 known, at = parameters[REPLAY_KEY], _position(parameters)
@@ -37,7 +40,7 @@ class ReplayProcessor(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is 
 
 
 def _position(parameters: dict[str, Any]) -> int:
-    """Index of the next token in the output.
+    """Return the index in the output of the token that the request generates next.
 
     With overlap scheduling SGLang appends a token to the output one step late. Its count of decode
     steps is up to date, and starts at 0 at every prefill, also after a retraction.
@@ -45,7 +48,8 @@ def _position(parameters: dict[str, Any]) -> int:
     request = parameters[_REQUEST]
     steps, output = request.decode_batch_idx, len(request.output_ids)
     last, begun = parameters.get(_PLACE, (steps, 0))
-    if steps <= last:  # The request begins here: at a prefill, or with transferred KV.
+    # The count did not rise: the request has begun, by a prefill or with transferred KV.
+    if steps <= last:
         begun = output - steps
     parameters[_PLACE] = steps, begun
     return int(begun + steps)

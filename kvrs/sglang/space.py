@@ -10,8 +10,9 @@ from typing import Any
 from kvrs.engines.fingerprint import weights_of
 from kvrs.errors import KvrsError
 
-FORMAT = 1  # Version of a page's meaning; rises with each change.
-# Server arguments that change the contents of pages of equal size.
+# Version of what the bytes of a page mean; servers with different versions share no pages.
+FORMAT = 1
+# Server arguments that change the bytes of a page but not its size.
 _ARGUMENTS = (
     *("dtype", "kv_cache_dtype", "quantization", "model_impl", "context_length"),
     *("json_model_override_args", "model_loader_extra_config", "device"),
@@ -21,13 +22,13 @@ _POOL = (
     *("head_num", "head_dim"),
 )
 _RANKS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "is_mla_model")
-# Pool of models with uniform layers: keys and values of each head.
+# SGLang's host memory class for models whose layers all have keys and values of each head.
 _PLAIN_POOL = "MHATokenToKVPoolHost"
 
 
 def fields_of(version: str, arguments: Any, storage: Any, pool: Any) -> dict[str, Any]:
-    """`version`: SGLang's; `arguments`: the server's; `storage`: HiCache's configuration of the
-    backend; `pool`: its host memory.
+    """Return the fields of the namespace of this server's pages, from SGLang's version, the
+    server's arguments, HiCache's configuration (`storage`) and its host memory (`pool`).
 
     Raises:
         KvrsError: the meaning of this server's pages is unknown, or may change.
@@ -47,7 +48,7 @@ def fields_of(version: str, arguments: Any, storage: Any, pool: Any) -> dict[str
 
 
 def _unknown(arguments: Any, storage: Any, pool: Any) -> str | None:
-    """Reason why the meaning of pages is unknown; None: it is known."""
+    """Return the reason why the meaning of this server's pages is unknown; None: it is known."""
     if storage.is_mla_model or type(pool).__name__ != _PLAIN_POOL:
         return f"its memory is a {type(pool).__name__}; allowed: {_PLAIN_POOL}, no MLA, no hybrid"
     if arguments.enable_lora or arguments.lora_paths:

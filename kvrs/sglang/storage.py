@@ -51,8 +51,8 @@ class _Options(msgspec.Struct, frozen=True):
 
 
 class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checked.
-    """The pages of one rank. `_pages` is None until the model's files are read, or if pages cannot
-    be shared.
+    """HiCache's storage for the pages of one rank. `_pages` is None until the model's files are
+    read, and for good if pages cannot be shared.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
         self._pages: Pages | None = None
         self._link: RegionLink | None = None
 
-    # Start, in the scheduler's thread.
+    # Hooks that start the storage, called in the scheduler's thread.
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -76,7 +76,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             self.switch.turn_off("it is attached at run time, behind changes of weights perhaps")
             return
         _before_weights_change(self.switch.turn_off)
-        # Reading the files of a large model takes a while.
+        # A thread of its own, since reading the files of a large model takes a while.
         threading.Thread(target=self._start, name="kvrs-start", daemon=True).start()
 
     def _start(self) -> None:
@@ -86,12 +86,13 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             self.switch.turn_off(f"{type(error).__name__}: {error}")
         else:
             log.info("kvrs keeps up to %d pages of this server", self._pages.region.rows)
-            if self.switch.off_reason is not None:  # The backend was turned off meanwhile.
+            # An error has turned the backend off while this thread read files.
+            if self.switch.off_reason is not None:
                 self._let_go()
 
     def _begun(self, options: _Options) -> tuple[RegionLink, Pages]:
-        """Open the memory and its link. Raises KvrsError, OSError: pages of this server cannot be
-        shared.
+        """Make the shared memory and the link to the own node's agent. Raises KvrsError, OSError:
+        pages of this server cannot be shared.
         """
         arguments, pool = get_server_args(), self.mem_pool_host
         place = EnginePlace(options.config, options.instance)
@@ -118,7 +119,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
         agents = [own, *[*others.values()][:MAX_ASKED]]
         link = place.link(info, region.memory, region.ledger, options.lookup_s)
         link.start()
-        # Other dtypes, such as fp8 as bytes, are not compared.
+        # Pages of other types, such as fp8 stored as bytes, are not compared.
         proofs = RowProofs(pool.dtype if pool.dtype.is_floating_point else None)
         return link, Pages(region, agents, proofs, options.lookup_s, options.load_s)
 
@@ -126,7 +127,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
         if (pages := self._pages) is not None:
             pages.region.close()
 
-    # Calls of HiCache's threads.
+    # Hooks that HiCache's threads call.
 
     @guarded(int)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
@@ -135,7 +136,9 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Store pages. Pages that are not kept count as stored: SGLang would log each failure."""
+        """Keep pages in the shared memory. The answer is True for pages that are not kept too,
+        because SGLang would log each failure.
+        """
         self._store(keys, lambda at: self._page(host_indices, at))
         return [True] * len(keys)
 
@@ -175,7 +178,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
     ) -> bool:
         return self.batch_set([key], [value])
 
-    # Hooks for models with further kinds of memory, which are not kept.
+    # Hooks for models with other kinds of state beside KV, of which nothing is kept.
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
@@ -188,16 +191,18 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return {each.name: [True] * len(each.keys or ()) for each in transfers}
 
-    # Calls of any thread.
+    # Hooks that any thread may call.
 
     @guarded(lambda: None)
     def clear(self) -> None:
-        """Drop all pages."""
+        """Forget all pages, as at a flush of SGLang's cache."""
         if self._pages is not None:
             self._pages.region.clear()
 
     def close(self) -> None:
-        """Close at SGLang's end. The pages stay for other servers."""
+        """Close the storage when SGLang ends. The node's agent keeps the pages for other
+        servers.
+        """
         pages, self._pages = self._pages, None
         if self._link is not None:
             self._link.close()
@@ -217,7 +222,9 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             self._pages.region.put(key, fill)
 
     def _prove(self, pages: Pages, keys: Sequence[str], page: Callable[[int], Any]) -> None:
-        """Compare the left-out page, if it is among the pages computed now."""
+        """Compare the page that was left out with an agent's, if it is among the pages that were
+        computed now.
+        """
         if (due := pages.proofs.due(_at_agents(keys))) is None:
             return
         at, theirs = due
@@ -254,12 +261,12 @@ def _at_agents(keys: Sequence[str]) -> list[bytes]:
 
 
 def _numbers(page: Any) -> Any:
-    """Return the bytes of a tensor, in its memory order."""
+    """Return the bytes of a tensor in the order of its memory."""
     return page.reshape(-1).view(torch.uint8)
 
 
 def _options(given: Any) -> _Options:
-    """Decode the options. Raises ConfigError."""
+    """Decode kvrs's options. Raises ConfigError: an option is wrong."""
     try:
         return msgspec.convert(given, _Options)
     except msgspec.ValidationError as error:
@@ -271,7 +278,8 @@ def _options(given: Any) -> _Options:
 
 
 def _before_weights_change(turn_off: Callable[[str], None]) -> None:
-    """Call `turn_off` before weights change: pages do not contain a version of the weights.
+    """Make SGLang call `turn_off` before it changes weights: a page's key does not tell which
+    weights computed it.
 
     Raises:
         KvrsError: this SGLang lacks the expected methods.

@@ -17,11 +17,13 @@ from kvrs.errors import KvrsError
 
 log = logging.getLogger(__name__)
 
-_GROUP_BYTES = 4  # Length of the KV cache group's number, at the end of vLLM's key.
+_GROUP_BYTES = 4  # Bytes at the end of vLLM's key that hold the number of the KV cache group.
 
 
 class LoraAdapter:
-    """The files of an adapter, whose digest is part of its keys. `path` None: the base model."""
+    """The files of an adapter, whose digest is part of the keys of the adapter's rows. `path` None:
+    the base model.
+    """
 
     def __init__(self, path: str | None) -> None:
         self._directory = None if path is None else Path(path)
@@ -32,7 +34,7 @@ class LoraAdapter:
         self._refused = False
 
     def learn(self) -> None:
-        """Read the files at the first call, which may be slow."""
+        """Compute the digest of the adapter's files, once; this may take a while."""
         with self._lock:
             if self._directory is None or self._signature is not None or self._refused:
                 return
@@ -50,8 +52,8 @@ class LoraAdapter:
                 self._refuse(error)
 
     def scoped(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys at agents; empty if the files are unknown, or differ from those that the engine
-        read.
+        """Return the keys under which agents know these rows; empty if the adapter's files are
+        unknown, or have changed since the engine read them.
         """
         if self._directory is None:
             return keys
@@ -95,5 +97,5 @@ def end() -> None:
 
 
 def current() -> LoraAdapter | None:
-    """Return the adapter of the present request; None: no request."""
+    """Return the adapter of the request for which vLLM calls the tier now; None: no request."""
     return _current

@@ -11,7 +11,7 @@ from kvrs.transfer.rows.client import RowClient
 
 log = logging.getLogger(__name__)
 
-_MAX_TOLD = 16  # Most faults of requests that are logged, each once.
+_MAX_TOLD = 16  # Most faults of requests that are logged; each is logged once.
 
 
 class KnownAgents:
@@ -20,15 +20,17 @@ class KnownAgents:
     def __init__(
         self, own: RowClient, others: dict[str, RowClient], params_keys: Sequence[bytes]
     ) -> None:
-        """`params_keys`: keys under which a proxy may have named agents to this server."""
+        """Keep clients of the own node's agent and of others by id. `params_keys`: keys of the MACs
+        under which a proxy may name agents to this server.
+        """
         self.own = own
         self._others = others
         self._params_keys = params_keys
         self._told: set[str] = set()
 
     def named(self, given: Any) -> list[RowClient] | None:
-        """Return the agents for the field `kvrs` of a request's params, the own node's first;
-        unknown ids are skipped. None: the field was not made by a proxy of this cluster.
+        """Return clients of the agents that a request's `kvrs` object names, the own node's first;
+        unknown ids are skipped. None: no proxy of this cluster has made the object.
         """
         if given is None:
             return None

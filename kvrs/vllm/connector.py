@@ -46,7 +46,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _HMA):  # type: ignore[misc]  # vLL
         return False, None
 
     def wait_for_save(self, *_: Any, **__: Any) -> None:
-        """Do nothing at a hook."""
+        """Do nothing when vLLM calls this hook."""
 
     update_state_after_alloc = wait_for_save
     start_load_kv = wait_for_save

@@ -24,9 +24,10 @@ from kvrs.vllm.adapters import BASE, LoraAdapter
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-# Offset of a protected row's rank: vLLM counts ranks up from 1 and evicts the lowest.
+# Number added to the rank of a protected row: vLLM counts ranks up from 1 and evicts the lowest, so
+# protected rows go last.
 _PROTECTED = 1 << 62
-_policies: "list[KvrsPolicy]" = []  # Policies made in this process; the engine uses the latest.
+_policies: "list[KvrsPolicy]" = []  # All policies made in this process; the engine uses the latest.
 
 
 def latest() -> "KvrsPolicy | None":
@@ -54,12 +55,12 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.ledger: RowLedger | None = None
-        # Keys of the rows that each protected request needs.
+        # By id of a protected request: keys of the rows that the request needs.
         self._keys_of: dict[str, set[OffloadKey]] = {}
         self._holders: Counter[OffloadKey] = Counter()
         self._adapters: dict[
             OffloadKey, LoraAdapter
-        ] = {}  # Adapter of each stored row, and of a few evicted rows.
+        ] = {}  # Adapter by key, of all stored and a few evicted rows.
         try:
             self.ledger = RowLedger(cache_capacity)
         except Exception:
@@ -67,7 +68,9 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         _policies.append(self)
 
     def hold(self, request: str, keys: Iterable[OffloadKey]) -> None:
-        """Evict these rows last, until `release`."""
+        """Protect the stored rows of `keys` for a request: they are evicted last, until
+        `release`.
+        """
         held = self._keys_of.setdefault(request, set())
         for key in keys:
             if key not in held and key in self.chunks:
@@ -78,7 +81,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
                     self._protects(key, True)
 
     def release(self, request: str) -> None:
-        """End the protection of a request that has ended."""
+        """End the protection of the rows of a request that has ended."""
         for key in self._keys_of.pop(request, ()):
             self._holders[key] -= 1
             if not self._holders[key]:
@@ -105,7 +108,8 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._writing(chunk.chunk_id)
         super().insert(key, chunk)
-        if key in self._holders:  # The row was evicted while a stream that needs it ran.
+        # Protect the row again: it was evicted while a stream that needs it ran.
+        if key in self._holders:
             self._rank(key, self._ranks[key] + _PROTECTED)
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -117,7 +121,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         super().remove(key)
 
     def clear(self) -> None:
-        """Forget all rows, as after a change of weights; none is served any more."""
+        """Forget all rows, as after a change of weights, so that agents serve none of them."""
         log.error("kvrs saves no KV from here on: the cache was reset")
         self.give_up()
         self._keys_of.clear()
@@ -125,7 +129,7 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         super().clear()
 
     def give_up(self) -> None:
-        """Invalidate all rows for good."""
+        """Close the ledger after an error: agents serve no row of this engine any more."""
         ledger, self.ledger = self.ledger, None
         if ledger is not None:
             with suppress(Exception):  # The first step of closing withdraws all rows.

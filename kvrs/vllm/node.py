@@ -19,7 +19,8 @@ from kvrs.vllm.agents import KnownAgents
 class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: str
     instance: str
-    # Requests whose rows are looked up and protected: those with `kvrs` in their params, or all.
+    # "asked": rows are looked up and protected for requests with `kvrs` in their params; "all": for
+    # every request.
     requests: Literal["asked", "all"] = "asked"
     lookup_s: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.3
     load_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 2.0
@@ -27,19 +28,23 @@ class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """Agents to load from, the link to the own agent, and the engine's cache policy."""
+    """The clients of agents that rows are loaded from, the link to the own node's agent, and the
+    engine's cache policy.
+    """
 
     link: RegionLink
     policy: "ledger.KvrsPolicy"
     agents: KnownAgents
     serves_all: bool
-    number_type: Any  # The torch dtype of a row; None: rows cannot be compared.
+    # Type (torch.dtype) of all numbers in a row; None: unknown, so rows are not compared.
+    number_type: Any
     lookup_s: float
     load_s: float
 
 
 def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> NodeParts:
-    """Read the configuration, and prepare the link and the clients.
+    """Read the configuration, and prepare the link to the own node's agent and the clients of all
+    agents.
 
     Raises:
         KvrsError: wrong options, or an engine whose rows cannot be shared.
@@ -48,7 +53,8 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
     region = spec._scheduler_mmap
     if region._creator or os.fstat(region.fd).st_nlink != 1:
         raise KvrsError("the workers of this engine may have mapped another region")
-    # Done for engines that share nothing, too: a killed vLLM leaves the name behind.
+    # Also for an engine that shares nothing, because a killed vLLM leaves the name of its memory
+    # behind.
     unlink_region(Path(region.mmap_path), region.fd)
     given = _options(options)
     place = EnginePlace(given.config, given.instance)
@@ -79,7 +85,7 @@ def of_tier(spec: Any, options: dict[str, Any], rows: int, row_bytes: int) -> No
 
 
 def _options(given: dict[str, Any]) -> _Options:
-    """Decode the options. Raises ConfigError."""
+    """Decode kvrs's options of the tier. Raises ConfigError: an option is wrong."""
     try:
         return msgspec.convert(given, _Options)
     except msgspec.ValidationError as error:

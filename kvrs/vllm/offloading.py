@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _DEFAULTS = {
     "spec_name": "TieringOffloadingSpec",
-    # Upstream keeps prompts alone by default; a cut stream needs its answer, too.
+    # vLLM keeps only prompts by default, but a cut stream needs the KV of its output too.
     "offload_prompt_only": False,
     "eviction_policy": "KvrsPolicy",
     "cache_policy_module_path": "kvrs.vllm.ledger",
@@ -49,14 +49,14 @@ class KvrsOffloading(OffloadingConnector):  # type: ignore[misc]  # vLLM is not 
 
 
 def fill(vllm_config: Any) -> None:
-    """Complete the options, and keep the configuration for `space.fields_of`. An error leaves
-    upstream's connector unchanged.
+    """Add kvrs's defaults to the connector's options, and keep the configuration for
+    `space.fields_of`. After an error the connector works as vLLM's own.
     """
     try:
         space.remember(vllm_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         if (given := options.pop("kvrs", None)) is None:
-            return  # The options are complete already.
+            return  # The options were completed before.
         if not isinstance(given, dict):
             log.error("kvrs is off in this vLLM: kvrs: got %.100r; allowed: an object", given)
             return

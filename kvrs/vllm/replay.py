@@ -22,7 +22,8 @@ from vllm.v1.sample.logits_processor import (
 
 from kvrs.protocol.instance import REPLAY_KEY
 
-# Most known tokens, more than any context: the list is decoded before a request is refused.
+# Most known tokens of a request, more than any context has: a longer list is decoded before it can
+# be refused.
 _MAX_TOKENS = 1 << 20
 _MAX_ID = 1 << 31
 
@@ -32,7 +33,9 @@ logger = init_logger(__name__)
 class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed beside kvrs.
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError, sent to the client as 400: the known tokens are not a list of ids."""
+        """Check that the known tokens are a list of ids. Raises ValueError, which the client gets
+        as HTTP 400.
+        """
         known = (sampling_params.extra_args or {}).get(REPLAY_KEY)
         if known is None:
             return
@@ -43,12 +46,14 @@ class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed be
                 raise ValueError(f"{REPLAY_KEY} must hold token ids, got {str(each)[:40]!r}")
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        # By row of the batch: the known tokens, and vLLM's list of the output so far.
+        # By index in the batch: the tokens that a request is to repeat, and vLLM's list of its
+        # output so far.
         self._known: dict[int, tuple[list[int], list[int]]] = {}
         self._is_off = False
 
     def is_argmax_invariant(self) -> bool:
-        return False  # The processor also changes the outcome of greedy requests.
+        # Greedy requests are changed too, so vLLM must not skip the processor for them.
+        return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None or self._is_off:
@@ -59,7 +64,9 @@ class Replay(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed be
             self._turn_off(error)
 
     def apply(self, logits: Any) -> Any:
-        """Leave a single allowed token in each row whose next token is known."""
+        """Forbid all tokens but the next known one, in each row of the logits whose request repeats
+        tokens.
+        """
         if not self._known:
             return logits
         try:

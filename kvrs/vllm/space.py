@@ -17,14 +17,16 @@ from kvrs.engines import proof
 from kvrs.engines.fingerprint import weights_of
 from kvrs.errors import KvrsError
 
-FORMAT = 1  # Version of a row's meaning; rises with each change.
-# Cache settings that change the contents of rows of equal size.
+# Version of what the bytes of a row mean; engines with different versions share no rows.
+FORMAT = 1
+# Settings of vLLM's cache that change the bytes of a row but not its size.
 _CACHE = (
     *("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode"),
     *("kv_cache_dtype_skip_layers", "block_size"),
 )
 
-_configs: list[Any] = []  # Configurations seen in this process; the engine's is the last.
+# Configurations that vLLM has shown to kvrs in this process; the engine's own is the last.
+_configs: list[Any] = []
 
 
 def remember(vllm_config: Any) -> None:
@@ -32,20 +34,21 @@ def remember(vllm_config: Any) -> None:
 
 
 def served_name() -> str:
-    """The first `--served-model-name`, or the model's name."""
+    """Return the first `--served-model-name`, or without one the model's name."""
     return str(_configs[-1].model_config.served_model_name)
 
 
 def fields_of(spec: Any) -> dict[str, Any]:
-    """Fields of the namespace. Raises KvrsError: the meaning of this engine's rows is unknown, or
-    may change.
+    """Return the fields of the namespace of this engine's rows. Raises KvrsError: what the rows
+    mean is unknown, or may change.
     """
     if not _configs:
         raise KvrsError("kv_connector: allowed: KvrsOffloading, in kvrs.vllm.offloading")
     config = _configs[-1]
     if reason := _unknown(config):
         raise KvrsError(f"rows of this engine are not shared: {reason}")
-    # In the direct layout a row has a part per worker: the bytes of TP 2 differ from those of TP 1.
+    # Unless the layout is canonical, the degree of parallelism is a field too: such a row has one
+    # part for each worker.
     fields = FileMapper.from_offloading_spec(
         "", spec, spec.blocks_per_chunk, parallel_agnostic=bool(spec.config.canonical_layout)
     ).get_run_config()
@@ -57,7 +60,8 @@ def fields_of(spec: Any) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "weights": weights_of(name, model.revision, config.load_config.download_dir),
         "model_config": _digest(model.hf_config.to_json_string()),
-        "max_model_len": model.max_model_len,  # Long RoPE chooses its factors by this length.
+        # RoPE of long contexts chooses its factors by this length, which changes the KV.
+        "max_model_len": model.max_model_len,
         "model_dtype": str(model.dtype),
         "model_impl": str(model.model_impl),
         "quantization": str(model.quantization),
@@ -65,7 +69,8 @@ def fields_of(spec: Any) -> dict[str, Any]:
         "sliding_window": str(model.disable_sliding_window),
         "images": repr(getattr(model.multimodal_config, "mm_processor_kwargs", None)),
         "attention": repr(config.attention_config),
-        "adapters": repr(config.lora_config),  # The keys contain the adapters' digests.
+        # Settings only: the adapters' files are in the keys, by their digests.
+        "adapters": repr(config.lora_config),
         "drafts": _drafts(config.speculative_config),
         "cache": {each: str(getattr(cache, each, None)) for each in _CACHE},
         "layout": str(spec.config.kv_cache_layout),
@@ -82,7 +87,7 @@ def number_type(spec: Any) -> Any:
 
 
 def _unknown(config: Any) -> str | None:
-    """Reason why the meaning of rows is unknown; None: it is known."""
+    """Return the reason why the meaning of this engine's rows is unknown; None: it is known."""
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") != "0":
         return "VLLM_SERVER_DEV_MODE lets weights be changed; allowed: 0"
     if config.weight_transfer_config is not None:
@@ -107,7 +112,7 @@ def _unknown(config: Any) -> str | None:
 
 
 def _drafts(config: Any) -> str:
-    """Draft model, whose KV is part of a row."""
+    """Return the draft model of speculative decoding, whose KV is part of each row."""
     if config is None or config.method.startswith("ngram") or config.method == "suffix":
         return "none"
     model = config.draft_model_config
@@ -119,7 +124,7 @@ def _digest(text: str) -> str:
 
 
 def _device() -> str:
-    """Kind of device: it determines the attention backend, and so a block's layout."""
+    """Return the kind of device: it determines the attention backend, and so the layout of KV."""
     if not current_platform.is_cpu():
         return f"{current_platform.get_device_name()} {current_platform.get_device_capability()}"
     text = Path("/proc/cpuinfo").read_text()

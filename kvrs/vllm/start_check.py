@@ -9,8 +9,8 @@ from typing import Any
 
 ANY = ["*"]
 _OFFLOAD = "vllm.v1.kv_offload"
-# Attributes of vLLM that kvrs reads besides its hooks, by module and class: class attributes,
-# fields, or attributes set by `__init__`.
+# Attributes of vLLM that kvrs reads, by module and class: class attributes, fields, or attributes
+# that `__init__` sets.
 READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     f"{_OFFLOAD}.base": {
         "LookupResult": ("HIT", "MISS", "RETRY"),
@@ -39,7 +39,8 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.request": {"Request": ("lora_request",)},
     "vllm.lora.request": {"LoRARequest": ("lora_path",)},
 }
-# Functions that kvrs calls, by module and name, with their positional arguments.
+# Functions of vLLM that kvrs calls, by module and name, with the positional arguments that kvrs
+# gives.
 CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     f"{_OFFLOAD}.base": {
         "RequestOffloadingContext": ("policy",),
@@ -63,13 +64,14 @@ CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def faults_of_tier(connector: type) -> Iterator[str]:
-    """Differences in the parts of vLLM that the tier, the policy and their connector use.
+    """Yield the differences between this vLLM and the parts of it that the tier, the policy and
+    their connector use.
 
     Raises:
         ImportError: a missing module, or a missing name in it.
     """
     ledger, tier = (import_module(f"kvrs.vllm.{name}") for name in ("ledger", "tier"))
-    own = {"hold", "release", "give_up"}  # Methods that the policy adds to vLLM's.
+    own = {"hold", "release", "give_up"}  # Methods of the policy that vLLM's policy does not have.
     for ours in (connector, tier.KvrsTier, ledger.KvrsPolicy):
         yield from faults_of_hooks(ours, ours.__bases__, own)
         yield from (
@@ -82,7 +84,9 @@ def faults_of_tier(connector: type) -> Iterator[str]:
 def faults_of_hooks(
     connector: type, bases: Sequence[type], own: Set[str] = frozenset()
 ) -> Iterator[str]:
-    """Differences in the hooks that the connector overrides; `own` are methods, not hooks."""
+    """Yield the hooks of vLLM that the connector overrides and that are missing in `bases` or have
+    other parameters; methods in `own` are not hooks.
+    """
     for name, hook in vars(connector).items():
         if (
             name.startswith("_")
@@ -101,7 +105,7 @@ def faults_of_hooks(
 
 
 def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iterator[str]:
-    """Attributes missing in vLLM's classes and their objects.
+    """Yield the attributes of `needed` that vLLM's classes and their objects lack.
 
     Raises:
         ImportError: a missing module.
@@ -115,7 +119,8 @@ def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iter
 
 
 def faults_of_calls(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iterator[str]:
-    """Functions and methods missing in vLLM, or not callable with these arguments.
+    """Yield the functions and methods of `needed` that vLLM lacks, or that cannot be called with
+    these arguments.
 
     Raises:
         ImportError: a missing module.
@@ -136,8 +141,8 @@ def faults_of_calls(needed: Mapping[str, Mapping[str, tuple[str, ...]]]) -> Iter
 
 
 def faults_of_features(needed: Iterable[tuple[Any, str]]) -> Iterator[str]:
-    """Attributes missing in vLLM's objects, counting fields of data classes and attributes set by
-    `__init__`.
+    """Yield the attributes that vLLM's classes lack, where fields of data classes and attributes
+    set by `__init__` count as present.
     """
     for owner, name in needed:
         sets = getattr(getattr(owner, "__init__", None), "__code__", None)
@@ -150,7 +155,7 @@ def faults_of_features(needed: Iterable[tuple[Any, str]]) -> Iterator[str]:
 
 
 def _parameters(hook: Any) -> list[str]:
-    """Names of the hook's required parameters; ANY for a hook that accepts any arguments."""
+    """Return the names of a hook's required parameters; ANY: the hook accepts any arguments."""
     if isinstance(hook, property):
         return ["self"]
     called = hook.__func__ if isinstance(hook, classmethod) else hook

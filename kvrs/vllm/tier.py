@@ -40,12 +40,12 @@ from kvrs.vllm.agents import KnownAgents
 
 log = logging.getLogger(__name__)
 
-_OWN_LOADERS = 2  # Loader threads for the own node's agent; other agents have one.
+_OWN_LOADERS = 2  # Threads that load rows from the own node's agent; each other agent has one.
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A lookup of keys that agents have not answered yet."""
+    """A lookup of several keys that some agents have not answered yet."""
 
     since_s: float
     waiting: int
@@ -56,7 +56,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Load:
-    """A job of vLLM whose rows several agents load in parts."""
+    """A load that vLLM has ordered (a job), whose rows come from several agents in parts."""
 
     job: int
     keys: int
@@ -76,7 +76,9 @@ class _Load:
 
 
 class _Jobs:
-    """Jobs of vLLM that threads work on, and ended jobs not yet reported to vLLM."""
+    """vLLM's jobs: those that threads work on, and those that have ended but are not reported to
+    vLLM yet.
+    """
 
     def __init__(self) -> None:
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
@@ -104,13 +106,13 @@ class _Jobs:
         return self._running > 0 or not self._done.empty()
 
     def wait(self) -> None:
-        """Return once no thread works on a job."""
+        """Wait until no thread works on a job."""
         with self.changed:
             self.changed.wait_for(lambda: self._running == 0)
 
 
 class _Wanted(NamedTuple):
-    """A row to load: its key in vLLM and at agents, and its destination."""
+    """A row to load: its key in vLLM, its key at agents, and the memory to load it into."""
 
     key: bytes
     at_agent: bytes
@@ -118,7 +120,7 @@ class _Wanted(NamedTuple):
 
 
 class _Threads(NamedTuple):
-    """Queues that an agent's threads serve."""
+    """The queues that the threads of one agent serve, and the number of threads that load."""
 
     lookups: "queue.SimpleQueue[Any]"
     loads: "queue.SimpleQueue[Any]"
@@ -141,7 +143,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.switch = Switch(self._let_go)
         self._policy: ledger.KvrsPolicy | None = None
-        # Python has no sub-views of a two-dimensional view.
+        # One-dimensional, because Python has no sub-views of a two-dimensional view.
         self._memory = primary_kv_view.cast("B")
         self._row_bytes: int = self.block_size_bytes
         self._agents: KnownAgents | None = None
@@ -149,14 +151,15 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._lookup_s = self._load_s = 0.0
         self._serves_all = False
         self._proofs = RowProofs(None)
-        # State of the scheduler's thread: lookup results by request and key.
+        # By request and key: the lookup in progress, the agent that holds the row, or None: the row
+        # is not held. Only the scheduler's thread uses this and the next fields.
         self._known: defaultdict[str, dict[bytes, _Asked | RowClient | None]] = defaultdict(dict)
         self._new: defaultdict[str, list[bytes]] = defaultdict(list)
         self._adapter: dict[str, LoraAdapter] = {}  # Adapter of each request that asks for rows.
         self._taken: defaultdict[str, dict[bytes, RowClient]] = defaultdict(dict)
         self._protected: set[str] = set()
         self._asking: dict[str, list[RowClient]] = {}
-        # State shared between threads.
+        # Fields that several threads use; threads put the answers of agents here.
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs = _Jobs()
         self._threads_of: dict[RowClient, _Threads] = {}
@@ -186,24 +189,26 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._threads.append(thread)
             thread.start()
 
-    # Begin and end of requests.
+    # Hooks that vLLM calls at the begin and the end of a request.
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         given = req_context.kv_transfer_params
         params = given if isinstance(given, dict) else {}
         if (adapter := adapters.current()) is None:
-            return RequestOffloadingContext()  # The request does not belong to KvrsOffloading.
+            # Not looked up: another connector than KvrsOffloading has the request.
+            return RequestOffloadingContext()
         req_context.set_state(adapter)
         assert self._agents is not None
         named = self._agents.named(params.get(PARAMS_FIELD))
         if self._serves_all or named is not None:
             self._protected.add(req_context.req_id)
-            # Rows brought by another connector are not looked up: vLLM asks all connectors.
+            # Not if another connector brings the KV, since vLLM asks all connectors for it.
             if not params.get("do_remote_prefill"):
                 self._asking[req_context.req_id] = self._ready(named or [self._agents.own])
                 self._adapter[req_context.req_id] = adapter
-            # A protected stream's rows have no gaps where the engine's prefix cache had the blocks.
+            # Store all rows of the request, also those whose blocks the engine's prefix cache had,
+            # so that the rows of a protected stream have no gaps.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
@@ -225,8 +230,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._policy.release(request)
 
     def _let_go(self) -> None:
-        """Release everything when the tier turns off: rows lose their protection and are no longer
-        served, so proxies notice.
+        """Release all rows when the tier turns off: they are no longer protected or served, which
+        proxies notice.
         """
         if self._policy is not None:
             for request in self._protected:
@@ -236,8 +241,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         self._asking.clear()
         self._adapter.clear()
 
-    # Lookups. The first lookup gathers keys, the end of the step sends them, a later step has
-    # answers.
+    # Lookups of rows: vLLM's first call gathers keys, the end of the step sends them to agents, and
+    # a call in a later step has their answers.
 
     @guarded(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -259,7 +264,7 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             if is_open and time.monotonic() < found.since_s + self._lookup_s:
                 return LookupResult.RETRY
             found = other
-        # Answer only once: if vLLM asks again, the row could not be loaded, or later rows of the
+        # Found only once: vLLM asks again if the row could not be loaded, or if later rows of the
         # prompt evicted it because the tier is too small.
         known[key] = None
         if found is None:
@@ -314,7 +319,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             return
         at = self._proofs.leave_out(found)
         if at is not None and known.get(keys[at]) is asked:
-            # The engine computes from the first missing row on.
+            # Later rows count as missing too, because the engine computes from the first missing
+            # row on.
             known.update(dict.fromkeys(keys[at:]))
             for shared in self._adapter[request].scoped([keys[at]]):
                 fetched = (keys[at], shared, self._row_bytes, agent, self._load_s)
@@ -326,10 +332,12 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
                 else:
                     asked.others.setdefault(key, agent)
 
-    # Loading of rows.
+    # Hooks for storing and loading rows.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Store nothing, since agents read the row in place, and protect the row."""
+        """Protect the rows that vLLM has just stored in its memory; agents read them there, so
+        nothing is sent.
+        """
         self._jobs.begin()
         self._hold(job_metadata)
         if not self._queue_proof(job_metadata):
@@ -388,7 +396,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             loaded = [each.key for each in wanted[:count]]
         finally:
             wanted.clear()
-            rows.clear()  # No reference to vLLM's memory remains from here on.
+            # Drop all references to vLLM's memory, which vLLM may free once the job is reported.
+            rows.clear()
             with self._jobs.changed:
                 load.loaded += loaded
                 load.parts -= 1
@@ -407,8 +416,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
         return self._jobs.are_open()
 
     def drain_jobs(self) -> None:
-        """Wait until no thread writes into vLLM's memory, at most for a load's time limit. vLLM
-        calls this at a reset of its cache.
+        """Wait until no thread writes into vLLM's memory, at most for the time limit of a load.
+        vLLM calls this when it resets its cache.
         """
         self._jobs.wait()
         self.switch.turn_off("vLLM's cache was reset: its weights may be others since")
@@ -423,7 +432,8 @@ class KvrsTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not check
             self._link.close()
         for agent in self._threads_of:
             agent.close()
-        self._memory.release()  # vLLM cannot close its mapping while the view exists.
+        # vLLM cannot close the mapping of its memory while a view of it exists.
+        self._memory.release()
 
 
 def _call(work: Callable[[], None]) -> None:
