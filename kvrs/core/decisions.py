@@ -253,8 +253,8 @@ def _eligible(
     state: State, stream: Stream, estimates: Sequence[Estimate], now_s: float
 ) -> Sequence[Estimate]:
     """Return the estimates that may be chosen. If exact tokens were promised and only a replay
-    gives them, these are the replays, perhaps none, also after a failed one. Any other stream has
-    at least one estimate, and none of an option that has just failed if others remain.
+    gives them, these are the options with the same output (`is_same_output`), perhaps none. Options
+    that have just failed are left out, if others remain.
     """
     is_promised = stream.promise is not Promise.NONE
     if stream.needs_replay and is_promised:

@@ -34,8 +34,8 @@ _MAX_FAILURES = 5
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
-# Pause before a new process is tested whose former one had the same version and results; also the
-# first pause after a test that showed nothing.
+# Pause before a new process is tested if the former one had the same version and has results; also
+# the first pause after a test that showed nothing.
 _LATER_S = 5.0
 # Longest pause between tests, for example of an empty store, which may be started later.
 _LONGEST_PAUSE_S = 600.0
