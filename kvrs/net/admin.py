@@ -20,13 +20,14 @@ from kvrs.protocol.instance import ExitReport
 
 _TIMEOUT_S = 10.0
 _SHOWN_BYTES = 200
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where one is reached from here
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - the address to connect to
 
 
 class AdminError(KvrsError):
     """The admin port or an instance did not answer as expected; the message names the URL.
 
-    `is_taken`: something listens at the port. `status`: the HTTP status; None: no HTTP answer.
+    `is_taken`: False if nothing listens at the port. `status`: the HTTP status of the answer; None:
+    there was no HTTP answer.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class AdminClient:
         of SSL_CERT_FILE.
 
         Raises:
-            ConfigError: not an HTTP URL.
+            ConfigError: `url` is no HTTP URL.
         """
         self.url = url.rstrip("/")
         if not has_origin(self.url):
@@ -89,7 +90,7 @@ class AdminClient:
         """`/kvrs/v1/state`.
 
         Raises:
-            AdminError: there is no answer, or not from a kvrs proxy.
+            AdminError: there is no answer, or it is not that of a kvrs proxy.
         """
         return self.read("state", "instances", "streams", "recoveries")
 
@@ -119,7 +120,7 @@ class AdminClient:
         self._ask("POST", path, _TIMEOUT_S, msgspec.json.encode(report))
 
     def read(self, what: str, *keys: str) -> Any:
-        """Read `/kvrs/v1/WHAT`, which must have these keys.
+        """Read the JSON object at `/kvrs/v1/WHAT`, which must have these keys.
 
         Raises:
             AdminError: as `state`.
@@ -136,10 +137,10 @@ class AdminClient:
         return found
 
     def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
-        """Get the body of a 200 answer.
+        """Return the body of the 200 answer to a GET.
 
         Raises:
-            AdminError: no answer, or another status.
+            AdminError: there is no answer, or it has another status.
         """
         return self._ask("GET", path, timeout_s)
 

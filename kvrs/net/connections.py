@@ -10,7 +10,7 @@ from kvrs.process.descriptors import descriptors_left
 from kvrs.protocol.secrets import Scope
 
 _MAX_CONNECTIONS = 8192
-_PAGE_PORT = 512  # Descriptors of the page port's connections.
+_PAGE_PORT = 512  # Most descriptors that the connections of a process's page port need.
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +22,28 @@ class ConnectionLimits:
 
     @classmethod
     def of_peers(cls) -> "ConnectionLimits":
-        """Limits of an instance or an agent: half of the descriptors that its page port leaves. Its
-        few peers may share an address, which leaves a quarter to others.
+        """Return the limits of an instance's or an agent's port: half of the descriptors that the
+        page port leaves. Three quarters may come from one address, because the few peers may share
+        it.
         """
         total = min(_MAX_CONNECTIONS, descriptors_left(_PAGE_PORT) // 2)
         return cls(total, max(1, total * 3 // 4))
 
 
 class PortConnection(asyncio.Protocol, ABC):
-    """A connection of a port, as its limits and the handlers of its requests see it.
+    """A connection of a port: what the port's limits and the handlers of its requests use.
 
-    `scope` is the scope that the client has proved; None: a stranger. `room_changed` is called with
-    whether the client reads as fast as the port writes. `watches` are the tasks of the port's watch
-    streams.
+    `scope` is the scope whose key the client has proved; None: the client is a stranger.
+    `room_changed` is called with False once unsent bytes fill the buffer, and with True once it has
+    room. `watches` are the tasks of the port's watch streams.
     """
 
     __slots__ = ("address", "idle_since_s", "room_changed", "scope", "transport", "watches")
 
     def __init__(self, watches: set[asyncio.Task[Any]]) -> None:
         self.address = ""
-        self.idle_since_s: float | None = None  # None: a request is being served.
+        # Time since which no request is being served; None: one is.
+        self.idle_since_s: float | None = None
         self.room_changed: Callable[[bool], None] | None = None
         self.scope: Scope | None = None
         self.transport: asyncio.Transport | None = None
@@ -49,8 +51,8 @@ class PortConnection(asyncio.Protocol, ABC):
 
     @abstractmethod
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
-        """Count a connection before its hand-shake, until `connection_lost`; False: refused.
-        `abort` ends the connection while it has no transport.
+        """Count the connection, from before its hand-shake until `connection_lost`; return False if
+        the port's limits refuse it. `abort` ends the connection while it has no transport.
         """
 
     @abstractmethod
@@ -59,12 +61,13 @@ class PortConnection(asyncio.Protocol, ABC):
 
     @abstractmethod
     def want_body(self) -> None:
-        """Note that the request's handler reads the body now."""
+        """Note that the request's handler now reads the body, so that more of it is received."""
 
 
 class Connections:
-    """The connections of one port. Beyond a limit, a new connection replaces the one that has been
-    idle for longest, strangers first; if none is idle, the new one is refused.
+    """The connections of one port. At a limit a new connection replaces the connection that has
+    been idle for longest, of a stranger if there is one; if none is idle, the new connection is
+    refused.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -85,8 +88,8 @@ class Connections:
         return True
 
     def _most_idle(self, address: str | None) -> PortConnection | None:
-        """The connection that is idle for longest, strangers first; `address`: only from this
-        address.
+        """Return the connection that has been idle for longest, of a stranger if there is one;
+        None: none is idle. `address`: consider only connections from this address; None: all.
         """
         idle = [
             (each.scope is not None, each.idle_since_s, number, each)

@@ -23,14 +23,16 @@ from kvrs.net.tls import ServerSide
 from kvrs.protocol.instance import Heartbeat
 
 PATH = "/kvrs/v1/heartbeat"
-# Interval at which the event loop shows that it runs, and at which the thread looks.
+# Interval at which the event loop notes that it runs, and at which the thread looks for due
+# heartbeats.
 _TICK_S = 0.05
-# Most watches over TLS, which the limit on connections no longer counts.
+# Most heartbeat streams over TLS, which the limits on connections no longer count; a further one is
+# refused.
 _MAX_OVER_TLS = 256
 
 
 def add_heartbeats(routes: Routes) -> None:
-    """Add the route; the thread runs while the port is open."""
+    """Add the heartbeat route; the thread that sends heartbeats runs while the port is open."""
     heartbeats = _Heartbeats()
     routes.add("GET", PATH, heartbeats.watch)
     routes.beside.append(heartbeats.run())
@@ -45,7 +47,9 @@ class _Watch:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, data: bytes) -> bool:
-        """Send data; False: the connection has ended."""
+        """Send data, over TLS if the connection has it; return False if the connection has
+        ended.
+        """
         if self.tls is not None:
             if _has_left(self.connection):
                 return False
@@ -64,7 +68,9 @@ class _Heartbeats:
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Run the thread, and the ticks of the event loop that it reports."""
+        """Run the thread during the block, and the event loop's ticks, whose age the heartbeats
+        report.
+        """
         ticking = asyncio.create_task(self._tick())
         loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._beat, args=[loop], name="heartbeats", daemon=True)
@@ -77,7 +83,7 @@ class _Heartbeats:
             await asyncio.to_thread(thread.join)
 
     async def watch(self, request: Request) -> Response:
-        """Pass the connection to the thread until the watcher leaves."""
+        """Pass the request's connection to the thread, until the watcher leaves."""
         interval_s = watch_interval_s(request)
         if len(self._over_tls) >= _MAX_OVER_TLS:
             return error(503, "too many watches are open", kind="server_error")
@@ -87,7 +93,7 @@ class _Heartbeats:
             transport = writer.transport
             tls = transport.get_extra_info("ssl_object")
             if tls is not None:
-                # Some waiting data does not count in the buffer's size.
+                # Over TLS, some waiting data is not counted in the write buffer's size.
                 await asyncio.sleep(_TICK_S)
             while transport.get_write_buffer_size():
                 await asyncio.sleep(_TICK_S)
@@ -97,13 +103,13 @@ class _Heartbeats:
                 keeping = asyncio.create_task(self._keep_over_tls(watch, request))
                 self._over_tls.add(keeping)
                 keeping.add_done_callback(self._over_tls.discard)
-                # The event loop forgets the connection, which stays open by a second descriptor.
+                # The event loop drops the connection, which stays open by a second descriptor.
                 transport.abort()
             else:
                 with self._lock:
                     self._watches.add(watch)
             try:
-                await asyncio.Event().wait()  # The end of the connection cancels this.
+                await asyncio.Event().wait()  # This wait is cancelled when the connection ends.
             finally:
                 if tls is None:
                     self._end(watch)
@@ -112,7 +118,7 @@ class _Heartbeats:
     async def _keep_over_tls(self, watch: _Watch, request: Request) -> None:
         try:
             with watching(request):
-                # The event loop may use the connection until then.
+                # The event loop may use the connection while it has a transport.
                 while request.connection.transport is not None:
                     await asyncio.sleep(_TICK_S)
                 with self._lock:
@@ -150,7 +156,9 @@ class _Heartbeats:
 
 
 def _send(connection: socket.socket, chunk: bytes) -> bool:
-    """Send a whole chunk or end the connection: the thread does not wait for slow watchers."""
+    """Send a whole chunk, or end the connection and return False: the thread does not wait for slow
+    watchers.
+    """
     try:
         if connection.send(chunk, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(chunk):
             return True
@@ -162,7 +170,9 @@ def _send(connection: socket.socket, chunk: bytes) -> bool:
 
 
 def _has_left(connection: socket.socket) -> bool:
-    """The watcher has sent something, which can only mean its end."""
+    """Return whether the connection has ended: a watcher sends nothing but TLS's notice of its
+    end.
+    """
     try:
         connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
     except BlockingIOError:

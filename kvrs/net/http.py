@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORTEST_WATCH_S = 0.02
-HEALTHZ = "/healthz"  # The path is open to everyone, and only shows that the process answers.
+HEALTHZ = "/healthz"  # Path that needs no proof; its answer only shows that the process answers.
 
-# Paths for experiments and tests.
+# Paths for experiments and tests, which need the key of the admin scope.
 _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))
 
 
@@ -46,7 +46,8 @@ def inner_server(
     tls: Certificates | None = None,
 ) -> HttpServer:
     """Make the server of a port within the cluster, or for operators. `names`: names of this
-    machine, by which requests of web pages are recognised and refused; None: not refused.
+    machine, by which requests of web pages are recognised and refused; None: such requests are not
+    refused.
     """
     steps = routes.steps
     if names is not None:
@@ -97,7 +98,9 @@ def _refuse_pages(names: Collection[str]) -> Step:
 
 
 def authenticated(scope: Scope, *steps: Step) -> Routes:
-    """Routes that serve only clients that have proved the key of this scope, except `/healthz`."""
+    """Make routes that serve only clients that have proved the key of this scope, except at
+    `/healthz`.
+    """
 
     async def authenticate(request: Request, handler: Handler) -> Response:
         due = Scope.ADMIN if request.path in _OF_ADMIN else scope
@@ -115,8 +118,8 @@ def authenticated(scope: Scope, *steps: Step) -> Routes:
 def require_token(
     tokens: Sequence[bytes], what: str, open_paths: Container[str] = (HEALTHZ,)
 ) -> Step:
-    """Make a step that requires one of the tokens for all paths except `open_paths`. The tokens may
-    change.
+    """Make a step that answers 401 to requests without one of the tokens, except for `open_paths`.
+    The caller may change the sequence of tokens later.
     """
 
     async def step(request: Request, handler: Handler) -> Response:
@@ -138,7 +141,7 @@ def error(
     param: str | None = None,
     code: str | None = None,
 ) -> Response:
-    """An error response in OpenAI's form."""
+    """Make an error response in OpenAI's form."""
     body = error_body(message, kind=kind, param=param, code=code)
     return Response(status, body, {"Content-Type": JSON})
 
@@ -148,7 +151,7 @@ def answer(value: object, status: int = 200) -> Response:
 
 
 def decode(body: bytes, what: type[T]) -> T:
-    """Decode a body. Raises RequestError."""
+    """Decode a JSON body into this type. Raises RequestError: it does not fit the type."""
     try:
         return msgspec.json.decode(body, type=what)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
@@ -157,7 +160,7 @@ def decode(body: bytes, what: type[T]) -> T:
 
 @contextmanager
 def naming_port(owner: str, key: str, host: str, port: int) -> Iterator[None]:
-    """Name the port in the error if it cannot be bound.
+    """Turn the block's OSError into an error that names the port and its setting.
 
     Raises:
         ConfigError: the block raised OSError.
@@ -181,10 +184,11 @@ class News:
             self._told = None
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the signal, at most `timeout_s`."""
+        """Wait until `tell` is called, at most `timeout_s`."""
         if self._told is None:
             self._told = asyncio.get_running_loop().create_future()
-        # All watch streams wait for one future, so none may cancel it.
+        # All watch streams wait for the same future, so `asyncio.wait` is used, which does not
+        # cancel it.
         await asyncio.wait({self._told}, timeout=timeout_s)
 
 
@@ -192,7 +196,9 @@ class PieceWriter:
     """Writes a response piece by piece."""
 
     def __init__(self, request: Request, content_type: str) -> None:
-        """Send the head. Raises ConnectionResetError: the client has left."""
+        """Send the head of a 200 response. Raises ConnectionResetError: the client has closed the
+        connection.
+        """
         if (transport := request.connection.transport) is None:
             raise ConnectionResetError("the client closed its connection")
         self.transport = transport
@@ -210,7 +216,7 @@ class PieceWriter:
         """Write a piece, and wait until the client has room for more.
 
         Raises:
-            ConnectionResetError: the client has gone.
+            ConnectionResetError: the client has closed the connection.
         """
         if self.transport.is_closing():
             raise ConnectionResetError("the client closed its connection")
@@ -241,7 +247,9 @@ async def watch(
 
 
 def watch_interval_s(request: Request) -> float:
-    """Value of `?watch=`. Raises RequestError: not a time."""
+    """Return the seconds in `?watch=`, at least `SHORTEST_WATCH_S`. Raises RequestError: they are
+    no finite number.
+    """
     given = request.query.get("watch", "")
     try:
         interval_s = max(float(given), SHORTEST_WATCH_S)
@@ -254,7 +262,9 @@ def watch_interval_s(request: Request) -> float:
 
 @contextmanager
 def watching(request: Request) -> Iterator[None]:
-    """Register a watch stream, which `Routes.cut_watches` ends."""
+    """Register the calling task as a watch stream for the block, so that `Routes.cut_watches` ends
+    it.
+    """
     task, watches = asyncio.current_task(), request.connection.watches
     assert task is not None
     watches.add(task)

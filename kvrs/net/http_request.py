@@ -25,14 +25,15 @@ from aiohttp.http_exceptions import (
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 
-# Limit on all headers: names, values, and four bytes per line. 32 kB are for headers of the client
-# and of gateways (tokens, cookies), the rest for those of every request.
+# Most bytes of all headers: names, values, and four bytes per line; more are refused with 431. 32
+# kB are for headers of clients and gateways (tokens, cookies), the rest for headers that every
+# request has.
 MOST_HEAD_BYTES = 33 << 10
 MOST_HEADERS = 128
 MOST_URL_BYTES = 8190
 
-# Callback that notes a request by its status and its headers (empty if unknown), and returns
-# headers for the answer.
+# Callback that notes a refused request by its status and headers (empty if they could not be read),
+# and returns headers for the answer.
 NoteRefusal = Callable[[int, Mapping[str, str]], Mapping[str, str]]
 
 
@@ -56,25 +57,27 @@ _BAD_HEADER = HttpRefusal(400, "a header is not valid HTTP")
 BAD_REQUEST = HttpRefusal(400, "the request is not valid HTTP")
 
 _END_OF_HEAD = b"\r\n\r\n"
-# Paths with a query or an escape go to the parser.
+# Request line of a usual head. A path with a query or an escape does not match, and is left to
+# aiohttp's parser.
 _REQUEST_LINE = re.compile(r"POST (/[!\"$&->@-~]*) HTTP/1\.1(?=\r\n)")
-# A field up to the end of its line, without blanks around the value; values with control characters
-# go to the parser.
+# Header line of a usual head: name and value, without the blanks around the value. A value with
+# control or non-ASCII characters does not match, and its head is left to aiohttp's parser.
 _FIELD = re.compile(
     r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([!-~]*+(?: ++[!-~]++)*+) *+(?=\r\n|\Z)"
 )
 _LENGTH_LINE = re.compile(rb"\r\n(?i:Content-Length):[ \t]*([0-9]{1,9}) *\r\n")
 _LENGTH = re.compile(r"[0-9]{1,15}", re.ASCII)
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
-IN_CHUNKS: Final = -1  # Length of a body in chunks.
+IN_CHUNKS: Final = -1  # Length that stands for a body in chunks.
 NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 _NO_QUERY: Mapping[str, str] = {}
 
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t -~\x80-\xff]*)?")
 _USUAL_CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t -~\x80-\xff]*")
-_MOST_LINE_BYTES = 4096  # Longest line before a chunk, or after the last chunk.
-# Pieces of a body are joined up to this size.
+# Most bytes of a line before a chunk, or after the last chunk; a longer line breaks the body.
+_MOST_LINE_BYTES = 4096
+# Smaller pieces of a body are joined up to this number of bytes.
 _PART_BYTES = 16 << 10
 
 
@@ -90,13 +93,13 @@ class Head(msgspec.Struct, frozen=True):
     headers: CIMultiDictProxy[str]
     keep_alive: bool
     query: Mapping[str, str] = _NO_QUERY
-    minor_version: int = 1  # Minor version of HTTP/1.
+    minor_version: int = 1  # Minor version of HTTP/1: 0 or 1.
     expects: bool = False  # The client waits for 100 Continue before it sends its body.
 
 
 class BrokenRequestError(Exception):
-    """A request that is not HTTP, or not served. `headers` are those of a readable head; `cause` is
-    for the log.
+    """A request is not HTTP, or has a form that is not served. `headers` are the request's, or
+    empty if they could not be read; `cause` is for the log.
     """
 
     def __init__(
@@ -111,8 +114,8 @@ class BrokenRequestError(Exception):
         self.cause = cause
 
 
-# Known usual heads by their bytes without the digits of the length: a client sends few different
-# heads, unless it or a gateway names each request.
+# Cache of parsed usual heads, by their bytes without the digits of Content-Length: clients send few
+# different heads. Heads with an id of the request are not kept.
 _KNOWN_HEADS: dict[bytes, Head] = {}
 _MOST_KNOWN = 256
 _MOST_KNOWN_BYTES = 2048
@@ -120,8 +123,8 @@ _OF_ONE_REQUEST = ("X-Request-Id", "traceparent", "Idempotency-Key")
 
 
 def parse_usual(data: bytes) -> tuple[Head, int, int] | None:
-    """The head of a usual request at the start of `data`, and the lengths of head and body; None:
-    another head, or an incomplete one.
+    """Parse a usual head at the start of `data`; return it with its length and that of the body.
+    None: the head is not a usual one, or incomplete.
     """
     end = data.find(_END_OF_HEAD, 0, MOST_HEAD_BYTES)
     if end < 0 or (length := _LENGTH_LINE.search(data, 0, end + 2)) is None:
@@ -147,7 +150,7 @@ def _read_usual(data: bytes) -> Head | None:
     if (line := _REQUEST_LINE.match(text)) is None:
         return None
     fields = _FIELD.findall(text, line.end())
-    # Other lines, and a bare CR or LF, go to the parser.
+    # A line that is no usual header, or a bare CR or LF, leaves the head to aiohttp's parser.
     if len(fields) != text.count("\n") or len(fields) != text.count("\r"):
         return None
     headers = CIMultiDict[str](fields)
@@ -165,7 +168,7 @@ def _read_usual(data: bytes) -> Head | None:
 
 
 class HeadReader:
-    """Reads a head that is not usual, or not complete."""
+    """Reads a head that is not usual or did not arrive at once, by aiohttp's parser."""
 
     __slots__ = ("_last", "_parser", "_size_bytes")
 
@@ -179,15 +182,15 @@ class HeadReader:
             max_headers=MOST_HEADERS,
             auto_decompress=False,
         )
-        self._last = b""  # Last bytes so far, which may begin the end of the head.
+        self._last = b""  # Last three bytes so far, which may be the beginning of the head's end.
         self._size_bytes = 0
 
     def feed(self, data: bytes) -> tuple[Head, int, int] | None:
-        """The head, the number of bytes of `data` that belong to it, and the length of its body or
-        `IN_CHUNKS`; None: the head is incomplete.
+        """Take the next bytes. Once the head is complete, return it with the number of bytes of
+        `data` that belong to it and the length of its body or `IN_CHUNKS`; None: it is incomplete.
 
         Raises:
-            BrokenRequestError: not HTTP, or not served.
+            BrokenRequestError: the head is not HTTP, or not served.
         """
         at = 0
         while at < len(data):
@@ -206,8 +209,8 @@ class HeadReader:
                 refusal = _refusal_of(error)
                 raise BrokenRequestError(refusal, cause=type(error).__name__) from None
             if messages:
-                # No request begins in bytes that the parser takes for a body or for a second
-                # request.
+                # The parser got only the head's bytes: if it sees a body or a second request in
+                # them, it reads the head in another way.
                 if found < 0 or len(messages) > 1 or messages[0][1].total_bytes:
                     raise BrokenRequestError(BAD_REQUEST)
                 head, length = _read(messages[0][0])
@@ -219,7 +222,7 @@ class HeadReader:
 
 
 def _refusal_of(error: HttpProcessingError) -> HttpRefusal:
-    """Refusal of a head that aiohttp's parser could not read."""
+    """Return the answer to a head that aiohttp's parser could not read."""
     match error:
         case LineTooLong():
             return _URL_TOO_LONG if error.args[1] == MOST_URL_BYTES else TOO_LARGE
@@ -236,14 +239,17 @@ def _refusal_of(error: HttpProcessingError) -> HttpRefusal:
 
 
 def _read(message: RawRequestMessage) -> tuple[Head, int]:
-    """The head, and the length of its body. Raises BrokenRequestError."""
+    """Return the head of a parsed message, and the length of its body or `IN_CHUNKS`. Raises
+    BrokenRequestError: the request is not served.
+    """
     headers, minor_version = message.headers, message.version.minor
     if message.version.major != 1 or minor_version > 1:
         raise BrokenRequestError(BAD_LINE, headers)
     if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > MOST_HEAD_BYTES:
         raise BrokenRequestError(TOO_LARGE, headers)
     if not minor_version and "Transfer-Encoding" in headers:
-        # Other servers interpret it differently: a request could be smuggled in its body.
+        # Servers differ on where such a body of HTTP/1.0 ends: another request could be smuggled in
+        # it.
         raise BrokenRequestError(OLD_CHUNKS, headers)
     if headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
         raise BrokenRequestError(BAD_CODING, headers)
@@ -263,8 +269,8 @@ def _read(message: RawRequestMessage) -> tuple[Head, int]:
 
 
 class Body:
-    """The received part of a request's body, kept in the received pieces: one growing buffer would
-    be moved in memory beside others, and leave holes.
+    """The received part of a request's body. It is kept in pieces, because a single growing buffer
+    would be moved again and again, and would fragment memory.
 
     `changed` is called when a part of the body, or its end, has arrived.
     """
@@ -279,8 +285,9 @@ class Body:
         self.is_whole = length == 0
         self.is_broken = False
         self.received_bytes = 0
-        self._left = max(length, 0)  # Missing bytes of the body, or of a chunk.
-        # Received part of a line between chunks; None: not at a line.
+        # Number of bytes of the body, or of the present chunk, that are missing.
+        self._left = max(length, 0)
+        # Received part of a line between chunks; None: the body has no chunks.
         self._line: bytes | None = b"" if length == IN_CHUNKS else None
         self._is_behind_chunk = self._in_trailers = False
         self._trailers_bytes = 0
@@ -292,7 +299,9 @@ class Body:
         return self.is_whole or self.is_broken
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the body; return the bytes behind it. Nothing is behind a broken body."""
+        """Take received bytes; return those behind the body's end. A broken body takes all
+        bytes.
+        """
         if self._line is not None:
             at = self._feed_chunks(self._line + data if self._line else data)
             return b"" if self.is_broken else data[len(data) - at :] if at else b""
@@ -303,12 +312,12 @@ class Body:
         return rest
 
     def take(self) -> bytes:
-        """Return the body, and drop it here."""
+        """Return the body, and free the memory that it has here."""
         parts, self._parts = self._parts, []
         return b"".join((*parts, self._small))
 
     def drop(self) -> None:
-        """Drop the body, which is not needed."""
+        """Free the received part of the body without using it."""
         self._parts, self._small = [], bytearray()
 
     def _add(self, piece: bytes) -> None:
@@ -325,7 +334,7 @@ class Body:
             self._parts.append(piece)
 
     def _feed_chunks(self, data: bytes) -> int:
-        """Number of bytes behind the end of the body."""
+        """Take bytes of a body in chunks; return the number of bytes behind the body's end."""
         at, self._line = 0, b""
         while not self.is_over:
             if self._left:
@@ -347,7 +356,9 @@ class Body:
         return len(data) - at if self.is_over else 0
 
     def _feed_whole_chunks(self, data: bytes, at: int) -> int:
-        """Take complete usual chunks from `at` on; return the end of the last one."""
+        """Take all complete chunks without extensions from offset `at` on; return the offset behind
+        the last one.
+        """
         pieces = []
         while (match := _USUAL_CHUNK.match(data, at)) is not None:
             end = (start := match.end()) + int(match[1], 16)
@@ -359,7 +370,7 @@ class Body:
         return at
 
     def _take_line(self, line: bytes) -> None:
-        """Take a complete line between chunks."""
+        """Take a complete line between chunks: a chunk's size, the end of a chunk, or a trailer."""
         if self._is_behind_chunk:
             self._is_behind_chunk, self.is_broken = False, bool(line)
         elif self._in_trailers:

@@ -8,10 +8,10 @@ from kvrs.config.settings import is_numeric
 
 
 async def first_address(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
-    """A numeric address of the host, without a look-up if the host is one.
+    """Return a numeric address of the host; a numeric host is returned without a look-up.
 
     Raises:
-        OSError: no address of this family.
+        OSError: the host has no address of this family.
     """
     if is_numeric(host):
         return host
@@ -21,13 +21,14 @@ async def first_address(host: str, family: socket.AddressFamily = socket.AF_UNSP
 
 
 async def all_addresses(host: str) -> frozenset[str]:
-    """All numeric addresses of a host, of both families.
+    """Return all numeric addresses of a host, of IPv4 and IPv6.
 
     Raises:
-        OSError: no address, or no answer.
+        OSError: the host has no address, or the look-up failed.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    # Addresses with a scope belong to this machine's links, and are not part of DNS.
+    # Addresses with a scope (after `%`) are valid only on this machine's links, and do not come
+    # from DNS.
     written = {str(address[0]) for *_, address in found}
     return frozenset(str(ipaddress.ip_address(each)) for each in written if "%" not in each)

@@ -8,13 +8,14 @@ import re
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
-# Content types that a page of another site may send without permission (CORS-safelisted).
+# Content types that a browser lets a page of another site send without asking the server
+# (CORS-safelisted).
 _SIMPLE_TYPES = {"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"}
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")
 
 
 def has_origin(url: str) -> bool:
-    """The URL is http or https, and names a host and a valid port."""
+    """Return whether the URL is http or https with a host, and without an invalid port."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  # It is parsed when it is read.
@@ -26,7 +27,8 @@ def has_origin(url: str) -> bool:
 def refusal(
     method: str, headers: Mapping[str, str], local: str, names: Collection[str]
 ) -> tuple[int, str] | None:
-    """Status and message of the refusal of a web page's request; None: not refused.
+    """Return status and message of the refusal if a web page may have made the request; None: the
+    request is not refused.
 
     `local`: the address at which the request arrived; `names`: other names of this machine.
     """

@@ -19,9 +19,9 @@ from kvrs.process.eager_task import Signal
 from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 
-# A process with a busy event loop proves itself late.
+# Time limit of a server's proof: a process with a busy event loop proves itself late.
 PROOF_TIMEOUT_S = 5.0
-_NAME_S = 1  # Time for which a name's address serves new connections.
+_NAME_S = 1  # Seconds for which the looked-up address of a host name is used for new connections.
 
 Address = tuple[str | None, int | None]
 Keys = Mapping[Address, ScopedKey]
@@ -43,7 +43,7 @@ def address_of(url: str) -> Address:
 def instance_keys(
     secret: bytes, instances: Iterable[InstanceSettings], scope: Scope = Scope.INSTANCE
 ) -> Keys:
-    """Keys of the ports that speak the instance protocol."""
+    """Return the keys of the instances' HTTP ports, by address."""
     return {
         address_of(f"http://{netloc(each.host, each.port)}"): scoped_key(secret, scope, each.id)
         for each in instances
@@ -57,8 +57,8 @@ def agent_keys(secret: bytes, nodes: Iterable[NodeSettings]) -> Keys:
 
 
 class ProvingConnector(aiohttp.TCPConnector):
-    """A connection pool that proves each connection once, when it is made, and uses the present
-    certificate and CA for it where the URL is an https:// one.
+    """A connection pool in which both ends prove themselves once per connection, when it is made.
+    Connections to https:// URLs use the certificate and CA that are loaded then.
     """
 
     def __init__(self, keys: Keys, tls: Certificates | None = None, **options: Any) -> None:
@@ -116,7 +116,8 @@ class HandshakeProtocol(asyncio.Protocol):
 
     def __init__(self, key: ScopedKey) -> None:
         self._proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
-        self.proved: Signal[bytes] = Signal()  # The client's proof, for its first request.
+        # Result: the client's proof, which is sent before its first request.
+        self.proved: Signal[bytes] = Signal()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).write(self._proof.hello)
@@ -137,7 +138,7 @@ class HandshakeProtocol(asyncio.Protocol):
 
     def _fail(self, error: Exception) -> None:
         self.proved.set_exception(error)
-        # Mark the error as retrieved: the waiting task may have been cancelled.
+        # The error is marked as retrieved, because the waiting task may have been cancelled.
         self.proved.exception()
 
 
@@ -152,7 +153,8 @@ async def _prove(transport: asyncio.Transport, greeter: HandshakeProtocol) -> No
     reply = greeter.proved
     await asyncio.wait({reply}, timeout=PROOF_TIMEOUT_S)
     if not reply.done():
-        # Timers run first after a stall of the event loop: the reply may be waiting unread.
+        # After a stall of the event loop the timeout may run before the reply is read, which waits
+        # in the socket.
         await asyncio.sleep(0)
     if not reply.done():
         raise TimeoutError

@@ -23,28 +23,31 @@ from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
 
 SERVER = "kvrs"  # Value of the Server header, without a version.
 JSON = "application/json"
-UNKNOWN_ROUTE = "other"  # Route of requests to unknown paths.
+UNKNOWN_ROUTE = "other"  # `Request.route` of requests to unknown paths.
 MAX_BODY_BYTES = 64 << 20
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
 class Request(msgspec.Struct, eq=False):
-    """A request. `body` is a short, complete body; `coming` any other body."""
+    """A request. Its body is in `body` if it was short and had arrived with the head, else it comes
+    in `coming`.
+    """
 
     method: str
     path: str
-    # Headers, which admission empties, since nothing reads them afterwards.
+    # Headers; empty after admission, which frees them since nothing reads them later.
     headers: CIMultiDictProxy[str]
     keep_alive: bool
-    minor_version: int  # Minor version of HTTP/1.
+    minor_version: int  # Minor version of HTTP/1: 0 or 1.
     query: Mapping[str, str]
     content_length: int | None  # Length of the body; None: in chunks.
     body: bytes
     coming: Body | None
     remote: str
     connection: PortConnection
-    route: str  # Path pattern of the route, which a client cannot invent.
-    parameters: Mapping[str, str]  # Values of the path's parameters.
+    # Path pattern of the route, for metrics and logs: a client cannot make up new values.
+    route: str
+    parameters: Mapping[str, str]  # Values of the pattern's parameters in the path.
     expects: bool  # The client waits for 100 Continue before it sends its body.
     is_begun: bool = False  # The head of the response has been written.
     id: str = ""
@@ -78,7 +81,7 @@ class Request(msgspec.Struct, eq=False):
 
 
 def _came(body: Body, over: Signal[RequestError | None], check: Callable[[], None]) -> None:
-    """Handle a new part of the body, or its end."""
+    """Check a new part of the body; end the wait for the body at its end, or with an error."""
     fault = None
     try:
         if body.is_broken:
@@ -87,7 +90,7 @@ def _came(body: Body, over: Signal[RequestError | None], check: Callable[[], Non
             check()
     except RequestError as error:
         fault = error
-    # The check itself may have ended the wait, by cutting the body.
+    # The check may have cut the body, and so have ended the wait already.
     if (fault is not None or body.is_whole) and not over.done():
         over.set_result(fault)
 
@@ -109,7 +112,8 @@ class Response(msgspec.Struct, eq=False):
 WRITTEN = Response(body=None)
 
 Handler = Callable[[Request], Awaitable[Response]]
-Step = Callable[[Request, Handler], Awaitable[Response]]  # Function that wraps a handler.
+# Function that serves a request by calling the handler, or answers it without.
+Step = Callable[[Request, Handler], Awaitable[Response]]
 
 
 class ServedRoute(NamedTuple):
@@ -118,9 +122,9 @@ class ServedRoute(NamedTuple):
 
 
 class Routes:
-    """The handlers of a port by method and path. A path contains `{name}` for one part of it, or
-    `{name:.+}` for several. `steps` wrap each handler, in this order; `beside` is entered while the
-    port is open.
+    """The handlers of a port by method and path. A path may contain `{name}` for one segment, or
+    `{name:.+}` for several. `steps` wrap each handler, the first one outermost; the contexts in
+    `beside` are entered while the port is open.
     """
 
     def __init__(self, *steps: Step) -> None:
@@ -133,7 +137,7 @@ class Routes:
 
     @property
     def served(self) -> set[tuple[str, str]]:
-        """Methods and paths of all handlers."""
+        """Return the methods and paths of all handlers."""
         return {*self.exact, *((method, route.path) for method, _, route in self._patterns)}
 
     def add(self, method: str, path: str, handler: Handler) -> None:
@@ -151,7 +155,7 @@ class Routes:
                 self._patterns.append((each, re.compile(pattern), route))
 
     def cut_watches(self) -> None:
-        """End all watch streams: for their watchers, this process has ended."""
+        """Cancel all watch streams, so that their watchers see the end of this process."""
         for watch in self.watches:
             watch.cancel()
 
@@ -182,7 +186,7 @@ def _not_served(allowed: Collection[str]) -> Handler:
 def head_of(
     status: int, fields: Mapping[str, str], request: Request | None, *, keeps_open: bool
 ) -> bytes:
-    """The head of a response; `request`: None if it could not be read."""
+    """Return the bytes of a response's head; `request`: None if it could not be read."""
     is_old = request is not None and not request.minor_version
     lines = [f"HTTP/1.{0 if is_old else 1} {status} {responses.get(status, '')}"]
     lines += [f"{name}: {value}" for name, value in fields.items()]
@@ -195,7 +199,7 @@ def head_of(
 
 
 def written(response: Response, request: Request | None = None, *, keeps_open: bool) -> bytes:
-    """The bytes of a response; `request` as in `head_of`."""
+    """Return the bytes of a response, head and body; `request` as in `head_of`."""
     body, fields = response.body or b"", response.headers
     if response.status != 204:
         fields = {**fields, "Content-Length": str(len(body))}
@@ -204,14 +208,14 @@ def written(response: Response, request: Request | None = None, *, keeps_open: b
 
 
 def refused(refusal: HttpRefusal, headers: Mapping[str, str]) -> Response:
-    """The response to a request that reaches no handler."""
+    """Return the response to a request that is refused before it reaches a handler."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     body = error_body(refusal.message, kind=kind)
     return Response(refusal.status, body, {"Content-Type": JSON, **headers})
 
 
 def retry_after(seconds: float) -> str:
-    """`Retry-After` in seconds, with up to 2 s of jitter so that refused clients do not return at
-    once.
+    """Return the value of `Retry-After` for these seconds, with up to 2 s of jitter, so that
+    refused clients do not all return at the same time.
     """
     return str(max(1, math.ceil(seconds)) + secrets.randbelow(3))

@@ -45,13 +45,14 @@ log = logging.getLogger(__name__)
 # Time limit of a new connection's TLS hand-shake, of its first request's head, and of each further
 # head from its first byte.
 HEAD_S = 20.0
-LINGERING_S = 2.0  # Time limit for the rest of a request that was answered early.
+LINGERING_S = 2.0  # Time limit for reading the rest of a request that was answered early.
 
 _BACKLOG = 1024
-_MAX_PIPELINED_BYTES = 64 << 10  # Most bytes of requests behind the one being served.
-_UNREAD_BYTES = 128 << 10  # Most bytes of a body before its handler reads.
-# After reading this many bytes of a body at once, a stranger's connection waits for its turn. Each
-# turn of the event loop has this many reads: a millisecond's work.
+_MAX_PIPELINED_BYTES = 64 << 10  # Bytes behind the request being served above which reading pauses.
+# Bytes of a body that its handler does not read yet above which reading pauses.
+_UNREAD_BYTES = 128 << 10
+# After a read of this many bytes of a body a stranger's connection waits for its turn. In each turn
+# of the event loop `_READS_AT_ONCE` connections read: a millisecond's work.
 _MUCH_BYTES = 16 << 10
 _READS_AT_ONCE = 4
 
@@ -61,8 +62,8 @@ _GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class ClosingLine(dict["HttpConnection", float]):
-    """Idle connections by the time of their closing, earliest first: each is added with a later
-    time than those before. A connection with a request is removed.
+    """Idle connections by the time at which they will be closed, earliest first: each is added with
+    a later time than those before. A connection that gets a request is removed.
     """
 
     look: asyncio.TimerHandle | None = None
@@ -73,7 +74,7 @@ class ClosingLine(dict["HttpConnection", float]):
             self.begin()
 
     def begin(self) -> None:
-        """Close due connections, now and later on."""
+        """Close the connections that are due, and schedule the next call."""
         loop = asyncio.get_running_loop()
         self.look, now_s = None, loop.time()
         for connection, until_s in list(self.items()):
@@ -89,8 +90,8 @@ class ClosingLine(dict["HttpConnection", float]):
 
 
 class ReadingTurns:
-    """Turns of connections with much data, which together would keep all others from the event
-    loop.
+    """Queue of connections with much data, whose reads would together hold up all other
+    connections.
     """
 
     def __init__(self) -> None:
@@ -111,8 +112,8 @@ class ReadingTurns:
 
 class HttpServer:
     """The server of one port. `serve` runs a handler; `note_refusal` notes requests that reach no
-    handler. A connection may idle for `idle_s` after a request. `keys`: of the scopes that clients
-    may prove at the start of a connection. `tls`: the port speaks only TLS.
+    handler. A connection may idle for `idle_s` after a request. A client may prove one of `keys` at
+    the start of a connection. With `tls` the port speaks only TLS.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class HttpServer:
         self.turns = ReadingTurns()
         self.is_closing = False
         self.connections: set[HttpConnection] = set()
-        # Connections that wait for a head, and between requests.
+        # Connections that wait for a complete head, and those idle between two requests.
         self.new, self.kept = ClosingLine(), ClosingLine()
-        self.port = 0  # The bound port.
+        self.port = 0  # Bound port; 0: not open yet.
         self._shutdown_timeout_s = shutdown_timeout_s
         self._tls = tls
         self._listening: asyncio.Server | TlsServer | None = None
@@ -143,8 +144,8 @@ class HttpServer:
         self._quiet: asyncio.Future[None] | None = None
 
     async def open(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Serve; return the bound port. `shared`: other processes of this user may listen on the
-        port, and connections are spread over them.
+        """Listen and serve; return the bound port. `shared`: other processes of this user may
+        listen on the port, and connections are spread over them.
 
         Raises:
             OSError: the port cannot be bound.
@@ -158,7 +159,7 @@ class HttpServer:
         return self.port
 
     async def stop_listening(self) -> None:
-        """Accept no further connections; open ones go on."""
+        """Accept no further connections; open connections stay."""
         if self._listening is not None:
             self._listening.close()
 
@@ -197,7 +198,7 @@ async def listen(
     *,
     shared: bool,
 ) -> asyncio.Server | TlsServer:
-    """Listen at a port. Raises OSError: it cannot be bound."""
+    """Listen at a port; `make` makes a connection. Raises OSError: it cannot be bound."""
     if tls is not None:
         sockets = await bind(host, port, _BACKLOG, shared=shared)
         in_plain = partial(written, refused(_TLS_ONLY, {}), keeps_open=False)
@@ -223,20 +224,21 @@ class HttpConnection(PortConnection):
             self._proof = ServerProof(server.keys, secrets.token_bytes(NONCE_BYTES))
         self._line = server.new
         self._abort: Callable[[], object] | None = None
-        self._reader: HeadReader | None = None  # Reader of an incomplete head.
-        self._request: Request | None = None  # Request being served.
+        # Reader of a head that is not complete; None: no head is being read.
+        self._reader: HeadReader | None = None
+        self._request: Request | None = None  # Request being served; None: none is.
         self._work: EagerTask[Response] | None = None
-        self._body: Body | None = None  # Body of the request, while it is arriving.
+        self._body: Body | None = None  # Body of the request, if it still arrives.
         self._behind = b""  # Bytes received behind the request being served.
-        self._is_wanted = False  # The handler reads the body.
+        self._is_wanted = False  # The handler of the request reads the body.
         self._waits = False  # The connection waits for its turn to read.
-        self._is_paused = False  # Reading is paused.
-        self._is_full = False  # The client does not read as fast as the port writes.
-        self._is_over = False  # Further bytes are no requests.
+        self._is_paused = False  # Reading from the transport is paused.
+        self._is_full = False  # The client reads more slowly than the port writes.
+        self._is_over = False  # The connection ends: further bytes are dropped.
 
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
-        """Count the connection before it has a transport, until `connection_lost`; False: refused.
-        `abort` ends it until then.
+        """Count the connection, from before it has a transport until `connection_lost`; return
+        False if the port's limits refuse it. `abort` ends it while it has no transport.
         """
         self.address, self._abort = address, abort
         self.idle_since_s = asyncio.get_running_loop().time()
@@ -248,11 +250,11 @@ class HttpConnection(PortConnection):
         elif self._abort is not None:
             self._abort()
 
-    def close_if_idle(self) -> None:  # Abort: unread bytes would keep a closing connection open.
+    def close_if_idle(self) -> None:  # Unsent bytes would keep a connection open.
         if self._request is None and self.transport is not None:
             (self.transport.abort if self._is_full else self.transport.close)()
 
-    # Callbacks of the event loop.
+    # The event loop calls the methods below.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface of asyncio's, but not their base class.
@@ -333,7 +335,7 @@ class HttpConnection(PortConnection):
             self._read_on()
 
     def _prove(self, proof: ServerProof, data: bytes) -> bytes:
-        """Feed the proof; return the data behind it once it is over."""
+        """Pass data to the client's proof; return the data behind the proof."""
         assert self.transport is not None
         try:
             answer, data = proof.receive(data)
@@ -348,10 +350,10 @@ class HttpConnection(PortConnection):
             self.scope = None if proof.scope is None else proof.scope.scope
         return data
 
-    # Methods for an incomplete request.
+    # The methods below read a head, and refuse a broken request.
 
     def _read_head(self, data: bytes) -> tuple[Head, int, int] | None:
-        """Read a head; None: incomplete, or refused."""
+        """Read an unusual or incomplete head; None: it is incomplete, or was refused."""
         server, loop = self.server, asyncio.get_running_loop()
         if self._reader is None:
             self._reader = HeadReader(loop)
@@ -370,7 +372,7 @@ class HttpConnection(PortConnection):
 
     def _refuse(self, error: BrokenRequestError) -> None:
         """Answer a request that reaches no handler, and end the connection."""
-        # Leave out the bytes, which may belong to a prompt or a key.
+        # The bytes are not logged, because they may belong to a prompt or a key.
         log.warning("broken HTTP: %s", error.cause)
         headers = self.server.note_refusal(error.refusal.status, error.headers)
         assert self.transport is not None
@@ -379,8 +381,8 @@ class HttpConnection(PortConnection):
         self._linger()
 
     def _linger(self) -> None:
-        """Read until the client closes, at most `LINGERING_S`: closing a socket with unread bytes
-        resets it, and the client loses the answer.
+        """Read on until the client closes, at most for `LINGERING_S`: closing a socket with unread
+        bytes resets it, and the client loses the answer.
         """
         self._is_over, self._behind, self._body = True, b"", None
         transport = self.transport
@@ -390,10 +392,10 @@ class HttpConnection(PortConnection):
             transport.write_eof()
         asyncio.get_running_loop().call_later(LINGERING_S, self.close_if_idle)
 
-    # Methods for a complete request.
+    # The methods below serve a request whose head is complete.
 
     def want_body(self) -> None:
-        """Note that the handler reads the body now."""
+        """Note that the request's handler now reads the body: more of it is received."""
         request, body, self._is_wanted = self._request, self._body, True
         if self.transport is None or request is None or body is None:
             return
@@ -402,7 +404,7 @@ class HttpConnection(PortConnection):
         self._adjust_reading()
 
     def has_turn(self) -> None:
-        """Read on: it is the connection's turn."""
+        """Read on, because the connection has waited for its turn."""
         self._waits = False
         self._adjust_reading()
 
@@ -421,12 +423,12 @@ class HttpConnection(PortConnection):
         self._adjust_reading()
 
     def _answered(self, task: EagerTask[Response], error: BaseException | None) -> None:
-        """Write the response, if not written yet, and go on with the next request."""
+        """Write the response, if the handler has not, and go on with the next request."""
         self._work = None
         if error is not None:
             if not isinstance(error, asyncio.CancelledError):
                 log.error("request ended by a bug", exc_info=error)
-            self.abort()  # Written bytes cannot be taken back.
+            self.abort()  # Written bytes cannot be replaced by an error.
             return
         request, self._request, self.room_changed = self._request, None, None
         body, self._body = self._body, None
@@ -458,10 +460,10 @@ class HttpConnection(PortConnection):
             self._read_on()
 
     def _read_on(self) -> None:
-        """Go on: the client has room for the next response."""
+        """Go on with the next request: the client has room for its response."""
         self._adjust_reading()
         if self._behind:
-            # Not within this call: a read may hold many requests, and recursion is limited.
+            # A later call serves the next request: a read may hold many, and recursion is limited.
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
@@ -470,7 +472,7 @@ class HttpConnection(PortConnection):
             self.data_received(data)
 
     def _adjust_reading(self) -> None:
-        """Read only while there is room for more bytes."""
+        """Read only while there is room for more bytes and the connection has its turn."""
         unread_bytes = 0
         if self._body is not None and not self._is_wanted:
             unread_bytes = self._body.received_bytes
@@ -489,6 +491,6 @@ def address_of(transport: asyncio.Transport) -> str:
 
 
 def refuse(transport: asyncio.Transport) -> None:
-    """Refuse a connection: the port has no room."""
+    """Answer 503 and close the connection, because the port has no room for it."""
     transport.write(written(refused(_FULL, {"Retry-After": retry_after(1.0)}), keeps_open=False))
     transport.close()

@@ -23,15 +23,15 @@ from kvrs.process.private_files import fault_of_mode
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 2.0  # Interval of checks for changed files.
-_HANDSHAKE = b"\x16"  # First byte of TLS; HTTP begins with a letter.
+LOOK_INTERVAL_S = 2.0  # Interval at which the certificate files are checked for changes.
+_HANDSHAKE = b"\x16"  # First byte of a connection over TLS; plain HTTP begins with a letter.
 _PAUSE_S = 0.1
 _CLOSING_S = 2.0
 _LOG_INTERVAL_S = 1.0
 
 
 class ServerSide(ssl.SSLObject):
-    """The server's end of a connection, with its outgoing bytes."""
+    """The server's end of a TLS connection, with the buffer of its encrypted outgoing bytes."""
 
     outgoing: ssl.MemoryBIO
 
@@ -49,12 +49,13 @@ class _ServerContext(ssl.SSLContext):
 
 
 class Certificates:
-    """Contexts for new connections, made of the files of one section. `client` is for connections
-    within the cluster, where both ends use one CA.
+    """TLS contexts for new connections, made of the files of one section of the configuration:
+    `server` for accepted connections, and `client` for connections within the cluster, where both
+    ends use one CA.
     """
 
     def __init__(self, section: str, files: TlsSettings) -> None:
-        """Raises ConfigError: a file cannot be used."""
+        """Load the files. Raises ConfigError: a file cannot be used."""
         self._section = section
         self._files = files
         self._seen: object = None
@@ -63,11 +64,11 @@ class Certificates:
         apply()
 
     def prepare(self) -> Callable[[], None] | None:
-        """Load changed files, and return a function that puts them in use. Open connections keep
-        their contexts.
+        """Load the files, and return a function that puts them in use for new connections; None:
+        they have not changed.
 
         Raises:
-            ConfigError: a file cannot be used; nothing changes.
+            ConfigError: a file cannot be used; the contexts in use stay.
         """
         if (found := self._signature()) == self._seen:
             return None
@@ -80,12 +81,15 @@ class Certificates:
         return apply
 
     async def run(self) -> None:
-        """Watch the files until cancelled. An unusable file is logged once, and changes nothing."""
+        """Load changed files and put them in use, until cancelled. An unusable file is logged once,
+        and the contexts in use stay.
+        """
         refused: object = None
         while True:
             before = self._signature()
             await asyncio.sleep(LOOK_INTERVAL_S)
-            # Wait for the next look: certificate and key are not replaced at the same moment.
+            # Files that have just changed are loaded at the next look, because certificate and key
+            # are not replaced at the same moment.
             if (found := self._signature()) != before or found == refused:
                 continue
             try:
@@ -147,7 +151,8 @@ class Certificates:
             raise self._fault(name, file, "no certificate in PEM") from None
 
     def _rehearse(self, server: ssl.SSLContext) -> str:
-        """Test the context by a hand-shake in memory; return the end of the certificate's validity.
+        """Test the server's context by a hand-shake in memory; return the end of its certificate's
+        validity.
 
         Raises:
             ConfigError: the certificate is not valid now.
@@ -164,7 +169,7 @@ class Certificates:
 
 
 def load_certificates(section: str, files: TlsSettings | None) -> Certificates | None:
-    """Raises ConfigError: a file cannot be used."""
+    """Load a section's files; None: it has none. Raises ConfigError: a file cannot be used."""
     return None if files is None else Certificates(section, files)
 
 
@@ -173,7 +178,7 @@ class _PasswordNeededError(Exception):
 
 
 def _no_password() -> NoReturn:
-    # OpenSSL would ask for the password at the terminal.
+    # Without the error OpenSSL would ask for the password at the terminal.
     raise _PasswordNeededError
 
 
@@ -186,7 +191,7 @@ def _signature(file: str) -> object:
 
 
 def pinned_context(cert: str) -> ssl.SSLContext:
-    """Context for connections to the server with exactly this certificate."""
+    """Make a context for connections to the server with exactly this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -195,11 +200,11 @@ def pinned_context(cert: str) -> ssl.SSLContext:
 
 
 def pinned_client(files: TlsSettings) -> ssl.SSLContext:
-    """Context for connections to a server with these files. It can present the server's own
-    certificate, if the server requires one.
+    """Make a context for connections to a server that uses these files. The client presents the
+    server's own certificate if the server requires one.
 
     Raises:
-        OSError: a file cannot be used; ssl.SSLError is one.
+        OSError: a file cannot be used; ssl.SSLError is a subclass.
     """
     context = pinned_context(files.cert)
     if files.client_ca is not None:
@@ -208,7 +213,8 @@ def pinned_client(files: TlsSettings) -> ssl.SSLContext:
 
 
 def hand_shake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> str:
-    """Connect two contexts in memory; return the end of the server certificate's validity.
+    """Carry out a hand-shake of two contexts in memory; return the end of the server certificate's
+    validity.
 
     Raises:
         ssl.SSLError: an end refuses the other.
@@ -225,8 +231,8 @@ def hand_shake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -
 
 
 class TlsServer:
-    """Listening sockets whose connections begin with a hand-shake, within a time limit. Clients
-    that speak plain HTTP get an answer that says so.
+    """Accepts connections over TLS at listening sockets; each hand-shake has a time limit. A client
+    that speaks plain HTTP gets an answer that tells it to use TLS.
     """
 
     def __init__(
@@ -237,7 +243,9 @@ class TlsServer:
         timeout_s: float,
         in_plain: Callable[[], bytes],
     ) -> None:
-        """`in_plain` makes the answer to clients without TLS."""
+        """`in_plain` makes the answer to a client without TLS; `make` makes the protocol of a
+        connection.
+        """
         self._in_plain = in_plain
         self.sockets = sockets
         self._certificates = certificates
@@ -258,7 +266,7 @@ class TlsServer:
         while True:
             try:
                 sock, address = await loop.sock_accept(listening)
-            except OSError:  # No free descriptor, or the client has left.
+            except OSError:  # The process has no free descriptor, or the client has left.
                 await asyncio.sleep(_PAUSE_S)
                 continue
             greeting = asyncio.create_task(self._greet(sock, str(address[0])))
@@ -285,7 +293,9 @@ class TlsServer:
         sock.close()
 
     async def _hand_shake(self, sock: socket.socket, guest: PortConnection) -> bool:
-        """Shake hands; False: the client does not speak TLS, and was answered."""
+        """Carry out the hand-shake. Returns False if the client does not speak TLS; it was then
+        answered in plain HTTP.
+        """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._timeout_s):
             first = await _first_byte(sock)
@@ -345,7 +355,9 @@ async def bind(host: str, port: int, backlog: int, *, shared: bool) -> list[sock
 
 
 async def _first_byte(sock: socket.socket) -> bytes:
-    """Peek at the first byte; empty if the client closes before."""
+    """Return the first byte without taking it from the socket; empty if the client closes
+    before.
+    """
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(sock, readable.set)
