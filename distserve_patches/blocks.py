@@ -46,7 +46,7 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
 
     @property
     def max_num_gpu_blocks(self) -> int:
-        """Number of blocks that requests have and could get, without pages with other pins."""
+        """Number of blocks that requests have and could get; pages that peers pin are left out."""
         return self.pages.free_pages + self._blocks_in_tables
 
     @max_num_gpu_blocks.setter

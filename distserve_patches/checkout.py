@@ -35,7 +35,7 @@ def import_plain(home: Path, *, off_gpu: bool) -> None:
     Raises:
         ConfigError: an import of the checkout is missing.
     """
-    # First on the path, before an installed DistServe. The checkout has no other ambiguous modules.
+    # First on the path, before an installed DistServe; no top module of it hides another package.
     sys.path.insert(0, str(home))
     try:
         _import(off_gpu=off_gpu)

@@ -265,10 +265,10 @@ class RecoverableEngine:
         return list(request.reserved)
 
     def take_up(self, job: Job, kv_tokens: int) -> None:
-        """Continue a job with reserved blocks, which hold the KV of the first `kv_tokens` (> 0)
-        tokens of its history. The last token is read again.
+        """Continue a job with reserved blocks, which hold the KV of the first `kv_tokens` tokens of
+        its history: at least one, and not the last.
 
-        Later tokens are decoded again, one per step. A job that has ended stays ended.
+        The other tokens are decoded again, one per step. A job that has ended stays ended.
         """
         assert 0 < kv_tokens < len(job.history), "else the context stage computes the history"
         if (request := self._requests.get(job.id)) is not None:

@@ -134,9 +134,7 @@ def run_load(
 
 
 def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:
-    """Two nodes with a prefill and a decode instance each, joined by a slow link. All ports are
-    free.
-    """
+    """Two nodes with a prefill and a decode instance each, a slow link, and any free ports."""
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},

@@ -157,7 +157,7 @@ async def inject_faults(injection: Injection) -> None:
     victim that has already died is noted as `gone`.
 
     Raises:
-        FaultError: a process of another machine or user.
+        FaultError: a victim cannot be signalled from this process.
     """
     injector = _Injector(injection)
     try:

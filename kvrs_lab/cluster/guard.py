@@ -2,10 +2,10 @@
 
 `python -m kvrs_lab.cluster.guard RUN_DIRECTORY [SHARED_MEMORY]` reads its standard input until the
 launcher's end of the pipe is closed, by a clean exit or by SIGKILL alike. The run directory is
-private to one run and every process of the run writes a log file in it; so a process belongs to the
-run if it has a file of that directory open for writing, whatever its name and parent. Those that
-only read one (`tail -f`), and editors, which write hidden files beside it, do not. Both directories
-are removed: killed agents have left their segments in the second one.
+private to one run, and every process of the run writes a log file there. A process belongs to the
+run if it has a file of that directory open for writing, whatever its name and parent. Readers
+(`tail -f`) do not belong to the run, nor do editors, which write hidden files. Both directories are
+removed: killed agents have left their segments in the second one.
 """
 
 import contextlib

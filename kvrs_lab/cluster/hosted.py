@@ -1,10 +1,10 @@
-"""Runs one process of a cluster for the one that supervises it: an instance, the host of a stage of
-one, a server of DistServe, or the agent of a node.
+"""Runs one process of a cluster for its supervisor: an instance, the host of a stage, a server of
+DistServe, or the agent of a node.
 
 `python -m kvrs_lab.cluster.hosted --config FILE --name NAME --line FD`; with `--parent PID` in
-place of the name it is a nursery (`kvrs_engine.engine.nursery`) for all processes with an engine,
-of which it has imported what they need. An instance that is made as a spare loads its model at
-once, before it is told to start. Messages on lines are those of `kvrs_lab.cluster.supervised`.
+place of the name the process is a nursery (`kvrs_engine.engine.nursery`) for all processes with an
+engine, whose modules it has imported. A spare instance loads its model before the start message.
+Messages on lines are those of `kvrs_lab.cluster.supervised`.
 """
 
 import argparse

@@ -166,9 +166,8 @@ class Cluster:
         return self.state(len(self.proxies) - 1)
 
     def kill(self, *names: InstanceId) -> list[int]:
-        """SIGKILL the processes of instances and agents that are up, all at once; return their
-        process ids by the state. They are started again. Of an instance with worker processes,
-        these are killed.
+        """SIGKILL instances and agents that are up, all at once; return their process ids by the
+        state. An instance with worker processes loses these. Killed processes are started again.
 
         Raises:
             LaunchError: an instance or agent is not up, so none was killed.

@@ -11,7 +11,7 @@ _AGAIN_S = 1.0
 
 
 class EndingSignals:
-    """Replaces signal handlers, and restores them at the end. Only the main thread has an effect.
+    """Replaces signal handlers until the end; without effect outside of the main thread.
 
     Ray installs its own handlers when it starts, so earlier handlers have to be restored.
     """

@@ -5,9 +5,9 @@ of connected sockets. Such a process ends at once when the line is closed, and t
 the process ends.
 
     to a process:  "start N"; then "learn" (read the file again)
-    from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
-                   the same configuration would end likewise; "exit STATUS", of the process whose
-                   end ends it, without a number where that is not known
+    from it:       "ready" when requests are taken; "fault TEXT" before an end that every start of
+                   the same configuration would have; "exit STATUS" of the process that caused the
+                   end, without a number if unknown
 """
 
 import socket

@@ -11,7 +11,7 @@
       what: link_cut
       for_s: 5
       whom: {link: [n0, n1]}
-    - when: {at_s: 20, streams_at_least: 8}   # at least 8 streams would miss it
+    - when: {at_s: 20, streams_at_least: 8}   # at least 8 streams depend on it
       what: kill
       whom: {role: agent, pick: busiest}
     - when: {at_s: 25}
@@ -21,8 +21,8 @@
       what: kill                              # the host of a stage, with its ranks
       whom: {id: d0, stage: 1}
 
-A cluster or the simulator carries them out; both read the same list. `schedule.py` says which are
-due. See `docs/guide/faults.md`.
+A cluster or the simulator carries out the faults of a list. `schedule.py` finds the due faults. See
+`docs/guide/faults.md`.
 """
 
 from enum import StrEnum

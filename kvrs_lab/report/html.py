@@ -117,7 +117,7 @@ def _section(title: str, words: str, content: str) -> str:
 
 
 def _numbers(report: Report) -> str:
-    """The table of the terminal."""
+    """The terminal's table as a section."""
     header, *rows = text_rows(quantities(report))
     return _section("The run in numbers", _slo_words(report["slo"]), _table(header, rows))
 

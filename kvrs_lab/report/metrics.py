@@ -102,8 +102,8 @@ def gaps_s(record: StreamRecord) -> list[float]:
 def pause_after(record: StreamRecord, fault_s: float) -> Pause | None:
     """The longest wait for a token that ended after `fault_s`; None: no later token.
 
-    A wait that began before the fault counts whole, since a client sees no seam. The wait for the
-    first token counts from the fault on, since the rest is TTFT.
+    A wait that began before the fault counts whole, since the client waits throughout. The wait for
+    the first token counts from the fault on, since the rest is TTFT.
     """
     times_s = record.token_times_s
     first_after = bisect_right(times_s, fault_s)

@@ -1,4 +1,4 @@
-"""Lost cells of a simulated instance's pages, and new beginnings of its streams for them."""
+"""Lost cells of a simulated instance's pages. Streams begin again in the same attempt."""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace

@@ -1,11 +1,12 @@
-"""A simulated instance with a host for each stage, which instances of a group lend each other: a
-batch in each stage, and a lost stage that is borrowed, or waited for, until its own host is there.
+"""A simulated instance with a host for each stage, which the instances of a group lend each other.
+
+Each stage has a batch. A lost stage is borrowed, or waited for, until its own host is there:
 
     at home --the host is lost--> away --a donor lends--> borrowed --copied--> at home
     away --the own host has loaded--> at home
     borrowed --the donor's host, or the donor's session with it, is lost--> away
 
-The terms of a loan and the pages are real objects; what a host does takes time, and no more.
+The terms of a loan and the pages are real objects; a host's work is only a delay.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class SimPipeline(AwayUser):
         self._returns = StageReturns(self, engine, site, self._hosts, self._passage, self._cells)
         self._moves = 0  # Moves of stages to another host and home.
         self._losses = 0
-        self._away: dict[int, tuple[float, Way]] = {}  # Predicted time of return, by stage.
+        self._away: dict[int, tuple[float, Way]] = {}  # Time of return and way.
         self._unused: list[int] = []  # Pages for which a borrowed stage has no memory.
         self._is_settled = True  # The unused pages have been found.
         self._is_over = False

@@ -170,7 +170,7 @@ async def ask(
     message_s: Callable[[], float],
     limit_s: float,
 ) -> T:
-    """Ask another process, which answers nothing where `answer` returns None.
+    """Ask another process; an `answer` of None sends no answer.
 
     Raises:
         ConnectionError: the process is dead.
