@@ -8,8 +8,8 @@ from kvrs.process.garbage import collect_nothing_yet
 
 
 def main() -> None:
-    """Run the command line. Two signals stay blocked until a proxy has handlers for them: their
-    default action would end it at its start.
+    """Run the command line. The signals SIGHUP and SIGUSR1 stay blocked until a proxy handles them,
+    because their default action would end the process.
     """
     if sys.argv[1:2] == ["proxy"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})

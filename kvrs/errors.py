@@ -5,7 +5,8 @@ assertions.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
-# Optional packages, by the extra of the distribution that installs them (pyproject.toml).
+# Packages that each extra of the distribution installs (pyproject.toml), by which a missing extra
+# is found.
 _ENGINE = ("jinja2", "llguidance", "numpy", "safetensors", "torch")
 _REPORT = ("matplotlib", "numpy", "scipy")
 EXTRAS = {
@@ -22,13 +23,13 @@ EXTRAS = {
     ),
     "distserve": (*_ENGINE, "filelock", "huggingface_hub", "psutil", "ray", "transformers"),
 }
-# Limit of seconds, rates and factors: a larger number, like nan, is a mistake.
+# Bound of options in seconds, rates and factors: a larger number, like nan, is a mistake.
 _BEYOND_NUMBERS = 1e9
 
 
 class KvrsError(Exception):
-    """Base of every error that kvrs raises on purpose. `is_of_prefill`: a prefill call failed, and
-    its decode call was given up for that.
+    """Base of every error that kvrs raises on purpose. `is_of_prefill`: the prefill call failed,
+    and for that reason its decode call was closed.
     """
 
     is_of_prefill = False
@@ -44,14 +45,16 @@ class ConfigError(KvrsError):
         super().__init__("\n".join(self.faults))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
-        # Makes the error picklable, for worker processes.
+        # Keep the error picklable, because worker processes send it.
         return ConfigError, (self.faults,)
 
 
 def numbers_out_of_range(
     options: Iterable[tuple[str, float | None]], *, zero: bool
 ) -> Iterator[str]:
-    """Faults of named options that are not numbers above 0, or from 0 on with `zero`."""
+    """Yield a fault for each named option whose value is not above 0 (with `zero`: not 0 or more),
+    or not below 1e9. A value of None is not checked.
+    """
     allowed = f"{'0 or more' if zero else 'above 0'}, below {_BEYOND_NUMBERS:g}"
     for name, value in options:
         if value is not None and not (0 < value < _BEYOND_NUMBERS or (zero and value == 0)):

@@ -12,5 +12,7 @@ _Place = TypeVar("_Place", NodeId, InstanceId, tuple[NodeId, InstanceId])
 
 
 def along_ring(own: _Place, other: _Place) -> tuple[bool, _Place]:
-    """Sort key of `other` by its distance from `own` along the ring."""
+    """Return the sort key of `other` along the ring: names after `own` come first, in order, then
+    those from the beginning.
+    """
     return other < own, other

@@ -6,14 +6,15 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 _ABSENT = -1
-_ABSENT_BLOCK = array("i", [_ABSENT]) * 256  # Minimum growth of the arrays.
+# Elements by which the arrays grow at least, all unused.
+_ABSENT_BLOCK = array("i", [_ABSENT]) * 256
 
 _NUMBERS: list[int] = []
 
 
 def shared(number: int) -> int:
-    """Return the process-wide object of a number: an object per list of numbers would take 32 bytes
-    each.
+    """Return the one object that all lists share for a number: an object for each list would take
+    32 bytes.
     """
     while number >= len(_NUMBERS):
         _NUMBERS.extend(range(len(_NUMBERS), 2 * len(_NUMBERS) + 256))

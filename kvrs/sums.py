@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 
 def sum_in_order(values: Iterable[float]) -> float:
-    """Add each value to the sum of those before it. From Python 3.12 on `sum` compensates rounding
-    errors, so decisions made by it would depend on the version.
+    """Return the sum of the values, added one after the other. From Python 3.12 on `sum`
+    compensates rounding errors, so decisions made by it would depend on the version.
     """
     total: float = 0
     for value in values:

@@ -16,21 +16,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_NO_WIDTH = 10_000  # Characters: wider than any output.
-_WHOLE = 16  # Longest word of a value, in characters, that is never broken.
+_NO_WIDTH = 10_000  # Width in characters that no line of output reaches.
+_WHOLE = 16  # Most characters of a word that is never broken, in a table's value.
 _GAP = 2  # Spaces between two columns.
 
 
 def output() -> Console:
-    """Console for stdout. Output to a pipe is for programs, so its lines are never broken; COLUMNS
-    in the environment applies everywhere.
+    """Make the console for stdout. A pipe gets unbroken lines, since programs read them; COLUMNS in
+    the environment sets the width everywhere.
     """
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console() if has_width else Console(width=_NO_WIDTH)
 
 
 def folded(table: Table) -> Table:
-    """Let values fold, and keep the width of the first column, the key, on a narrow terminal."""
+    """Let long values of a table fold on a narrow terminal, but never the first column, its key."""
     key, *values = table.columns
     key.no_wrap = bool(values)
     for column in values:
@@ -83,12 +83,12 @@ def _parts(name: str, value: Any, hidden: Collection[str]) -> Iterator[_Part]:
         yield name, [""], [[str(each)] for each in value]
 
 
-_EMPTY = ("-", "no")  # A column with only these values is left out.
+_EMPTY = ("-", "no")  # Cells that tell nothing: a column with only such cells is left out.
 
 
 def _rows(item: dict[str, Any], hidden: Collection[str]) -> Iterator[dict[str, str]]:
-    """Rows of an item: the item joined with the first object of its inner list, then the other
-    objects.
+    """Yield the rows of an object that may hold a list of objects: the first row joins the object
+    with the first of the list, and each other one has a row of its own.
     """
     row: dict[str, str] = {}
     inner: list[dict[str, str]] = []
@@ -116,7 +116,7 @@ def _widths(keys: list[str], rows: list[list[str]], most: int) -> list[int] | No
         return []
     columns = [[key, *cells] for key, *cells in zip(keys, *rows, strict=True)]
     natural = [max(map(len, cells)) for cells in columns]
-    # Keys and short words stay whole; the first column is never wrapped.
+    # Least widths: the first column is never folded, keys and short words never broken.
     widths = [natural[0]]
     for key, *cells in columns[1:]:
         words = (min(len(word), _WHOLE) for cell in cells for word in cell.split())

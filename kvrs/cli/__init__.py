@@ -22,7 +22,7 @@ from kvrs.config.logs import LogLevel
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS
 
-INTERRUPTED = 130  # Exit status after Ctrl-C.
+INTERRUPTED = 130  # Exit status after Ctrl-C, as shells use it.
 
 
 app = typer.Typer(

@@ -9,8 +9,8 @@ from kvrs.errors import ConfigError
 from kvrs.proxy.backends.model_files import find_model
 from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
-# Prompt and `max_tokens` that a typical stream reserves, and the number of such streams that an
-# agent should have room for.
+# Tokens that a typical stream reserves (its prompt and `max_tokens`), and the number of such
+# streams below which a store counts as small.
 _STREAM_TOKENS = 4096
 _FEW_STREAMS = 8
 
@@ -22,13 +22,13 @@ def capacity_remark(config: Config) -> Iterator[str]:
     if not config.agents_run or config.cluster.model is None:
         return
     if config.cluster.backend is Backend.VLLM:
-        return  # Agents share the rows in vLLM's own memory.
+        return  # No remark: agents of vLLM have no store, but share the rows in vLLM's own memory.
     if (directory := find_model(config.cluster.model)) is None:
         return
     path = directory / "config.json"
     try:
         geometry = geometry_of(path, read_config(path), config.cluster.engine.page_size_tokens)
-    except ConfigError:  # Other checks report this fault.
+    except ConfigError:  # No remark: another check reports this fault.
         return
     if config.cluster.backend is Backend.EMBEDDED:
         geometry = replace(geometry, dtype_bytes=4)  # The embedded engine computes in 32 bits.

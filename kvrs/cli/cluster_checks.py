@@ -15,7 +15,7 @@ from kvrs.core.fleet.tested import Continues
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import Role
 
-PATIENCE_S = 5.0  # Wait for starting instances and unreachable peers.
+PATIENCE_S = 5.0  # Seconds to wait until instances have started and peers are reachable.
 _ASK_AGAIN_S = 0.5
 _KEYS = ("instances", "agents", "proxies", "members")
 
@@ -29,7 +29,7 @@ class ProxyAnswer:
     url: str
     state: Mapping[str, Any] | None = None
     cause: str = ""
-    # The port's listener gave no state (taken), or requires another token (locked).
+    # `is_taken`: the listener at the port gives no state; `is_locked`: it requires another token.
     is_taken: bool = False
     is_locked: bool = False
 
@@ -113,7 +113,7 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
     if versions != {kvrs.__version__}:
         value = f"the proxy is kvrs {', '.join(sorted(versions))}, here is {kvrs.__version__}"
         yield doubtful("version", value, "the same version everywhere", "restart what is older")
-    # Workers have configurations of their own, derived from the file.
+    # Not compared with workers, whose configurations are derived from the file.
     if config.proxy.workers == 1:
         yield _digest(config, rows[0])
     peers = {name for row in rows for name in row["peers"]}
@@ -129,8 +129,8 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
 
 
 def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
-    """Compare with the proxy's own file, or with the file of the `kvrs lab up` that started the
-    proxy.
+    """Compare the digest of the proxy's configuration with that of this one; a proxy that `kvrs lab
+    up` has started also reports the digest of that command's file.
     """
     running, here = str(row["config_digest"]), config_digest(config)
     if here in (running, row.get("source_digest")):
@@ -144,12 +144,14 @@ def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
     )
 
 
-# Verdicts on the state's rows.
+# Classes and functions that judge the rows of a proxy's state.
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A kind of fault in rows of one kind. Its texts may name fields of a row."""
+    """A fault that a row may have, and the finding to print for it. The texts may name fields of
+    the row in braces.
+    """
 
     is_of: Callable[[Row], Any]
     find: Callable[[str, str, str, str], Finding]
@@ -163,7 +165,7 @@ def _is_denied(row: Row) -> bool:
 
 
 def _is_coming(row: Row) -> bool:
-    """The instance is starting without a fault so far: a model may load for minutes."""
+    """True if the instance is starting and no fault is known: a model may load for minutes."""
     return bool(row["health"] == "starting" and not row.get("reason"))
 
 
@@ -171,7 +173,7 @@ def _is_not_up(row: Row) -> bool:
     return bool(row["health"] != "up")
 
 
-# The first matching fault is the verdict.
+# Faults by kind of row, in order: the first that a row has is its finding.
 _NOT_UP = "{health}{because}"
 _OF_INSTANCES = (
     _Fault(_is_coming, doubtful, _NOT_UP, "up", "wait, then run this again"),
@@ -268,12 +270,16 @@ _OF_MEMBERS = (
 
 
 def _of_each(rows: list[Row], key: str) -> list[Row]:
-    """The value of `key` in each instance's row, with the instance's id and role."""
+    """Return the value of `key` in each row that has one, together with the instance's id
+    and role.
+    """
     return [{**row[key], "id": row["id"], "role": row["role"]} for row in rows if row.get(key)]
 
 
 def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> Iterator[Finding]:
-    """Yield a line for each row with a fault, or one line if all rows are good."""
+    """Yield a finding for each row with a fault; without faults a single finding that all rows are
+    good, and nothing without rows.
+    """
     wrong = [
         (row, fault) for row in rows if (fault := next((f for f in faults if f.is_of(row)), None))
     ]
@@ -287,7 +293,8 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
         yield fault.find(f"{one} {row['id']}", value, fault.allowed, remedy)
 
 
-# The setting by which each engine's servers share rows, and the roles that share.
+# By engine: the option by which servers share rows, the page that describes it, and the roles of
+# the instances that share.
 _SHARING = {
     Backend.VLLM: ("vLLM with KvrsOffloading there", "vllm", (Role.DECODE, Role.BOTH)),
     Backend.SGLANG: ("SGLang with KvrsStorage there", "sglang", (Role.PREFILL, Role.DECODE)),
@@ -311,7 +318,7 @@ def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]
         value = f"no agent serves any of {', '.join(lacking)}"
         remedy = f"start {what}, and see its log (kvrs docs {page})"
         yield doubtful("rows", value, f"those of each {' and '.join(roles)} instance", remedy)
-    # The ranks of a server may have a namespace each.
+    # By server a set of namespaces, because each of its ranks may have another one.
     meanings = {
         frozenset(each["namespace"] for each in regions if each["engine"] == engine)
         for engine in having

@@ -17,13 +17,17 @@ console = Console(stderr=True, highlight=False)
 
 
 def filled(kind: type[Options], given: dict[str, Any], **rest: Any) -> Options:
-    """Make an options object from the command parameters of the same names, and from `rest`."""
+    """Make an options object of class `kind` from the command parameters with the names of its
+    fields, and from `rest`.
+    """
     same = {field.name: given[field.name] for field in fields(kind) if field.name in given}
     return kind(**(same | rest))
 
 
 def faults_in(check: Callable[[], object]) -> list[str]:
-    """Faults that a check raises."""
+    """Call a check, and return the faults of the ConfigError that it raises; empty: it
+    raises none.
+    """
     try:
         check()
     except ConfigError as error:

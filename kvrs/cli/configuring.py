@@ -45,7 +45,7 @@ def check(files: Files, elsewhere: Elsewhere = False) -> None:
 
 
 def _check_one(file: Path, elsewhere: bool, found: dict[Path, Config]) -> None:
-    """Check a file, and add its configuration to those `found`. Raises ConfigError."""
+    """Check a file, and add its configuration to `found`. Raises ConfigError."""
     from kvrs.cli.feasibility import check_all, faults_of
 
     config = checked(source := load_source(file, os.environ))

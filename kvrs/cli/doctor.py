@@ -21,7 +21,7 @@ from kvrs.config.file import load_config
 if TYPE_CHECKING:
     from kvrs.cli.cluster_checks import ProxyAnswer
 
-FAILED = 1  # Exit status if a check has failed.
+FAILED = 1  # Exit status if a check has found a fault.
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
@@ -46,7 +46,7 @@ def doctor(
     from kvrs.cli.machine_checks import machine_findings
     from kvrs.cli.model_checks import exactness_findings, model_findings
 
-    # Log lines of the checked modules would repeat the findings.
+    # Log lines of the modules that are checked would only repeat the findings.
     for package in ("kvrs", "kvrs_engine"):
         logging.getLogger(package).addHandler(logging.NullHandler())
     settings = load_config(config, os.environ)
@@ -75,7 +75,9 @@ def doctor(
 
 
 def _command_line(answer: "ProxyAnswer") -> CommandLine | None:
-    """Command line of the answering proxy, if it has no file."""
+    """Return the command line of the proxy that has answered; None: the proxy has a file, or none
+    has answered.
+    """
     row = None if answer.state is None else answer.state["proxies"][0].get("command_line")
     return None if row is None else msgspec.convert(row, CommandLine)
 

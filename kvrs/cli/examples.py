@@ -31,6 +31,6 @@ _EXAMPLES = {
 
 
 def examples(command: str, known: Mapping[str, Sequence[str]] = _EXAMPLES) -> str | None:
-    """Examples of a command, one paragraph each; None: no examples."""
+    """Return the examples of a command, one paragraph each; None: the command has none."""
     lines = known.get(command)
     return None if lines is None else "\n\n".join(["Examples:", *lines])

@@ -21,10 +21,11 @@ from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
 GROUP = "kvrs.commands"
 
-# Commands of earlier versions that are now in the laboratory.
+# Commands of earlier versions that are now commands of the laboratory (`kvrs lab`).
 MOVED = ("demo", "up", "replay", "simulate", "compare", "tune", "report", "explain")
 
-_EXTRAS = {"kvrs_engine": "engine", "kvrs_lab": "lab"}  # Extra of the distribution, by package.
+# By package: the extra of the distribution that installs it.
+_EXTRAS = {"kvrs_engine": "engine", "kvrs_lab": "lab"}
 _ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
@@ -44,7 +45,9 @@ def profile_engine(given: dict[str, Any]) -> Path:
 
 
 class Commands(TyperGroup):
-    """Commands of kvrs, followed by commands of other packages, imported on use."""
+    """The commands of kvrs, then those of other packages, which are imported only when they are
+    called.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
         for name in _registered():
@@ -62,7 +65,9 @@ class Commands(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def _add(self, name: str) -> None:
-        """Import a command of another package, if a package has a command of this name."""
+        """Import a command of another package; do nothing if no package has a command of
+        this name.
+        """
         load = _registered().get(name)
         if name in self.commands or load is None:
             return
@@ -77,8 +82,8 @@ class Commands(TyperGroup):
 
 
 def _missing(error: ModuleNotFoundError) -> MissingExtraError:
-    """Make the error for a package of kvrs that is not installed. Raises `error` for other
-    packages.
+    """Make the error that a package of kvrs is not installed. Raises `error` itself if the missing
+    module is not kvrs's.
     """
     if error.name not in _EXTRAS:
         raise error
@@ -99,7 +104,7 @@ def _without(name: str, error: MissingExtraError) -> typer.Typer:
 
 @cache
 def _registered() -> dict[str, Callable[[], typer.Typer]]:
-    """Commands of other packages, each with the function that loads it."""
+    """Return the functions that load the commands of other packages, by the command's name."""
     from importlib.metadata import entry_points
 
     return {point.name: point.load for point in entry_points(group=GROUP)}

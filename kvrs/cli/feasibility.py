@@ -26,8 +26,9 @@ from kvrs.tracing.settings import trace_settings
 
 
 def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = False) -> list[str]:
-    """Faults that keep processes of this configuration from starting or serving, each once.
-    `elsewhere`: look up no file and no name of this machine.
+    """Return the faults that keep processes of this configuration from starting or serving, each
+    once. `elsewhere`: the configuration is for another machine, so no file and no name of this one
+    is looked up.
     """
     found = [*faults_in(partial(check_exposure, config, environ)), *_contradictions(config)]
     if not elsewhere:
@@ -36,22 +37,22 @@ def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = F
 
 
 def faults_of_start(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Faults that keep a proxy from starting here. Files of engines and agents may be on other
-    machines.
+    """Return the faults that keep a proxy from starting here. Files of engines and agents are not
+    looked up, since they may be on other machines.
     """
     found = faults_of(config, environ, elsewhere=True)
     return list(dict.fromkeys([*found, *_faults_of_proxy_here(config, environ)]))
 
 
 def check_all(source: Source, faults: Sequence[str]) -> None:
-    """Raises ConfigError: the faults, with their places in the file."""
+    """Raises ConfigError: there are faults, which get their places in the file."""
     if faults:
         raise ConfigError([source.located(fault) for fault in faults])
 
 
 def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
-    """Remarks on allowed settings that deserve a second look, each with the prefix `note: ` or
-    `warning: `.
+    """Return remarks on settings that are allowed but deserve a second look, each with the prefix
+    `note: ` or `warning: `.
     """
     found = [*notes(config), *_doubts(config)]
     return found if elsewhere else [*found, *_here(config)]
@@ -60,8 +61,8 @@ def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
 def private_files(
     config: Config, environ: Mapping[str, str]
 ) -> Iterator[tuple[str, str | None, Callable[[], object]]]:
-    """Key, path and reader of each file that only its owner may read; without a path the reader
-    uses the environment.
+    """Yield key, path and reader of each file that only its owner may read; path None: the reader
+    takes the contents from the environment.
     """
     security = config.security
     for key, path, read in (
@@ -73,7 +74,9 @@ def private_files(
 
 
 def tls_sections(config: Config) -> Iterator[tuple[str, TlsSettings, Callable[[], object]]]:
-    """TLS sections of the configuration, each with a function that loads its files."""
+    """Yield each TLS section of the configuration under its key, with a function that loads its
+    files.
+    """
     from kvrs.net.tls import load_certificates
 
     for section, files in (
@@ -86,7 +89,7 @@ def tls_sections(config: Config) -> Iterator[tuple[str, TlsSettings, Callable[[]
 
 
 def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield faults that keep a process of this configuration from starting or serving here."""
+    """Yield the faults that keep a process from starting or serving on this machine."""
     yield from _faults_of_proxy_here(config, environ)
     yield from _faults_of_model(config)
     if config.agents_run:
@@ -103,7 +106,7 @@ def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterato
     yield from faults_in(partial(check_shared_ports, config))
     yield from faults_in(partial(check_pods, config.cluster.services))
     for key, path, read in private_files(config, environ):
-        # Without a secret, `kvrs lab up` makes one.
+        # Not a fault if only the secret is missing, because `kvrs lab up` makes one.
         if path is not None or key != "security.secret_file" or ENV_NAME in environ:
             yield from faults_in(read)
     for _, _, load in tls_sections(config):
@@ -115,7 +118,7 @@ def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterato
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """Yield faults that no machine can remedy."""
+    """Yield settings that contradict each other, whatever the machine is."""
     cluster, engine = config.cluster, config.cluster.engine
     is_ours = "max_model_len" in engine.model_fields_set and not cluster.backend.is_stock
     if is_ours and (held := _tokens_held(config)) < engine.max_model_len:
@@ -151,7 +154,7 @@ def _doubts(config: Config) -> Iterator[str]:
 
 
 def _here(config: Config) -> Iterator[str]:
-    """Yield notes and warnings that depend on this machine."""
+    """Yield notes and warnings about the files of this machine."""
     yield from _without_tokenizer(config)
     yield from _foreign_profile(config)
     yield from capacity_remark(config)
@@ -189,7 +192,7 @@ def _tokens_held(config: Config) -> int:
 
 
 def _faults_of_model(config: Config) -> Iterator[str]:
-    """Yield faults of a model that is missing, or lacks what the configuration needs."""
+    """Yield faults of a model whose files are missing, or lack what the configuration needs."""
     cluster = config.cluster
     if cluster.model is None:
         return
@@ -210,7 +213,9 @@ def _faults_of_model(config: Config) -> Iterator[str]:
 
 
 def faults_of_draft(config: Config) -> Iterator[str]:
-    """Faults of a draft model that is missing, or has another vocabulary than the model."""
+    """Yield faults of a draft model whose files are missing, or whose vocabulary differs from the
+    model's.
+    """
     if config.speculation.draft is None or config.cluster.model is None:
         return
     draft, model = Path(config.speculation.draft), Path(config.cluster.model)
@@ -235,7 +240,7 @@ def faults_of_draft(config: Config) -> Iterator[str]:
 
 
 def _vocab_size(model: Path) -> object:
-    """Vocabulary size of a model; None: not stated."""
+    """Return the size of a model's vocabulary by its config.json; None: not stated there."""
     try:
         return json.loads((model / "config.json").read_text(encoding="utf-8")).get("vocab_size")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -260,7 +265,7 @@ def _missing_files(model: Path) -> Iterator[str]:
 
 
 def _faults_of_memory(config: Config) -> Iterator[str]:
-    """Yield faults of the KV memory of the instances on this machine, if it is host memory."""
+    """Yield faults of instances on this machine that need more host memory for KV than it has."""
     from kvrs.proxy.backends.model_geometry import read_geometry
 
     cluster, engine = config.cluster, config.cluster.engine

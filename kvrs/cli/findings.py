@@ -13,7 +13,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check. `allowed` and `remedy` are empty if nothing needs mending."""
+    """Result of one check. `allowed` and `remedy` are empty if nothing needs to be done."""
 
     check: str
     level: Level
@@ -35,7 +35,7 @@ def bad(check: str, value: str, allowed: str, remedy: str) -> Finding:
 
 
 def of_fault(fault: str, remedy: str, check: str = "configuration") -> Finding:
-    """Split a configuration's fault into path, value and allowed values."""
+    """Make a finding of a fault of the configuration: path, value and allowed values."""
     value, _, allowed = fault.partition("; allowed: ")
     return bad(check, value, allowed, remedy)
 

@@ -24,18 +24,19 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.process.logs import old_parts
 from kvrs.tables import show
 
-Moments = Callable[[float], dict[str, Any]]  # Converts a time of the log to a document's fields.
+# Function that turns a time of the log into fields of the output.
+Moments = Callable[[float], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     line: int
     at_s: float
-    instance: InstanceId  # Instance or agent.
+    instance: InstanceId  # Id of the instance or agent that was lost, or whose attempt broke.
     cause: str
-    # Stream whose attempt alone broke; None: the instance or agent is lost.
+    # The stream, if only its attempt broke; None: the instance or agent is lost.
     stream: StreamId | None
-    is_refusal: bool = False  # The instance refused the attempt by an HTTP 4xx.
+    is_refusal: bool = False  # True if the instance refused the attempt (HTTP 4xx).
 
 
 @dataclass(slots=True)
@@ -43,9 +44,10 @@ class RecordedDecision:
     line: int
     at_s: float
     action: act.Recovered | act.GiveUp
-    plan: act.Plan | None  # None: the stream was given up, or stayed at its instance.
-    settled: act.Settled | None = None  # None: the attempt or the log ended before a token.
-    after_refusal: bool = False  # The attempt before this decision was refused.
+    plan: act.Plan | None  # The new plan; None: the stream was given up, or stayed at its instance.
+    # Result of the decision; None: no token came before the attempt or the log ended.
+    settled: act.Settled | None = None
+    after_refusal: bool = False  # True if the attempt before this decision was refused.
 
     @property
     def option(self) -> str:
@@ -57,7 +59,7 @@ class RecordedDecision:
 
     @property
     def way(self) -> str:
-        """Option, source and target of the recovery."""
+        """The recovery in words: its option, source and target."""
         action, plan = self.action, self.plan
         if isinstance(action, act.GiveUp):
             return Option.ABORT.value
@@ -70,7 +72,7 @@ class RecordedDecision:
 
     @property
     def chosen(self) -> Estimate | None:
-        """The chosen estimate; None: the stream was given up."""
+        """The estimate that was chosen; None: the stream was given up."""
         action, plan = self.action, self.plan
         if isinstance(action, act.GiveUp):
             return None
@@ -80,14 +82,18 @@ class RecordedDecision:
 
     @property
     def others_wait_s(self) -> float | None:
-        """The chosen estimate's charge for the wait of other victims; None: no charge."""
+        """Seconds that the chosen estimate adds for the wait of the event's other victims; None: it
+        adds none.
+        """
         if isinstance(self.action, act.GiveUp) or not self.action.others or self.chosen is None:
             return None
         return self.chosen.wait_of_others_s(self.action.others)
 
     @property
     def options(self) -> dict[str, float]:
-        """Lowest predicted cost of each option over all targets, cheapest first."""
+        """Lowest predicted cost of each option in seconds, over all targets; the cheapest option is
+        first.
+        """
         estimates = () if isinstance(self.action, act.GiveUp) else self.action.estimates
         best = sorted(best_by_option(estimates), key=lambda each: each.total_s)
         return {each.option.value: each.total_s for each in best}
@@ -98,11 +104,13 @@ def _run(run: act.PageRange) -> str:
 
 
 def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
-    """Losses and decisions in order of time."""
+    """Return the losses and decisions of a log in order of time, without those that a faulty
+    request caused.
+    """
     happened: list[Loss | RecordedDecision] = []
     open_: dict[tuple[StreamId, int], RecordedDecision] = {}
-    refused: set[StreamId] = set()  # Streams whose last failure was a refusal.
-    rejected: set[StreamId] = set()  # Streams whose requests were at fault.
+    refused: set[StreamId] = set()  # Streams whose last failure was a refusal by an instance.
+    rejected: set[StreamId] = set()  # Streams that were given up because their requests are faulty.
     for entry in entries:
         if (loss := _loss(entry)) is not None:
             happened.append(loss)
@@ -138,7 +146,9 @@ def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
 
 
 def _is_about_a_request(each: Loss | RecordedDecision, rejected: set[StreamId]) -> bool:
-    """The entry results from a faulty request; no instance is to blame."""
+    """Return whether a faulty request caused the loss or decision, so that no instance is
+    to blame.
+    """
     if isinstance(each, Loss):
         return each.is_refusal and each.stream in rejected
     is_over = isinstance(each.action, act.GiveUp)
@@ -172,8 +182,8 @@ def show_incidents(path: Path, *, as_json: bool = False) -> bool:
     lines, notes = lines_of(path)
     with _named(path):
         records = [*read(lines)]
-        # A log that starts in its middle can be shown, but not run again: earlier events are
-        # missing.
+        # The decisions of a log whose beginning is missing are shown, but not made again: earlier
+        # events would be needed.
         is_whole = not any(isinstance(each, Header) and each.part > 1 for each in records[:1])
         again = rerun(lines) if is_whole else None
     if again is None:
@@ -212,7 +222,7 @@ def show_incidents(path: Path, *, as_json: bool = False) -> bool:
 
 
 def _guesses(entries: Iterable[LogEntry]) -> Iterator[str]:
-    """A note on instances with estimated prefill times."""
+    """Yield a note on the instances whose prefill times were estimated and not measured."""
     ups = [each.event for each in entries if isinstance(each.event, ev.InstanceUp)]
     guessed = {each.info.id for each in ups if _is_guess(each)}
     if guessed:
@@ -228,7 +238,7 @@ def _is_guess(up: ev.InstanceUp) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Prefix errors of a log with the name of its file."""
+    """Put the name of a log's file before the errors that this block raises."""
     try:
         yield
     except LogError as error:
@@ -236,12 +246,14 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def lines_of(path: Path) -> tuple[list[str], list[str]]:
-    """Lines of the log, after the lines of older files that it continues, and notes on these."""
+    """Return the lines of a log, after the lines of those older files that it continues, and notes
+    about these files.
+    """
     lines, notes = _lines_of_file(path)
     part, own_lines = _part_of(path, lines), len(lines)
     numbered = re.fullmatch(r"(.+)\.([0-9]{1,15})\.gz", path.name)
     before = path if numbered is None else path.with_name(numbered[1])
-    begin: list[str] = []  # Names of the older parts, newest first.
+    begin: list[str] = []  # Names of older files whose lines come first, newest first.
     for number, file in sorted(old_parts(before).items(), reverse=True):
         if numbered is not None and number >= int(numbered[2]):
             continue
@@ -259,7 +271,9 @@ def lines_of(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _part_of(path: Path, lines: list[str]) -> int:
-    """Number of the part in a file; 1 for an empty file."""
+    """Return the number in the header of a log's file, which counts the files of one log from 1; an
+    empty file has 1.
+    """
     with _named(path):
         header = next(read(lines), None)
     return header.part if isinstance(header, Header) else 1
@@ -276,14 +290,14 @@ def _lines_of_file(path: Path) -> tuple[list[str], list[str]]:
     except UnicodeDecodeError as error:
         raise LogError(f"{path}: not text: {error.reason} at byte {error.start}") from None
     *lines, rest = text.split("\n")
-    # A proxy that is killed while writing leaves part of a line.
+    # Left out, because a proxy that is killed while it writes leaves part of a line.
     cut = f"{path.name} ends within line {len(lines) + 1}, which is left out"
     return lines, [cut] if rest else []
 
 
 def _moments(entries: Sequence[LogEntry]) -> Moments:
-    """Make a converter that adds UTC to times of the log, for comparison with other records; older
-    logs have no wall clock.
+    """Make the function that adds UTC to times of the log, for comparison with other records; logs
+    of older versions have no UTC.
     """
     first = next(iter(entries), None)
     wall_zero_s = None if first is None or first.wall_s is None else first.wall_s - first.now_s

@@ -35,12 +35,14 @@ def machine_findings(
 
 
 def _can_bind(host: str, port: int = 0) -> bool:
-    """The name has an address of this machine, and nothing listens at the port."""
+    """Return whether a process could listen here: the host has an address of this machine, and the
+    port is free.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             with socket.socket(family, socket.SOCK_STREAM) as trial:
-                # Connections of a former process may still occupy the port.
+                # Needed as for a server, since closed connections may still occupy the port.
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind(address)
     except OSError:
@@ -48,11 +50,13 @@ def _can_bind(host: str, port: int = 0) -> bool:
     return True
 
 
-# Checks of limits and memory.
+# Checks of the limit on descriptors and of memory.
 
 
 def _descriptors(config: Config) -> Finding:
-    """Check a proxy's descriptors; at its start a proxy raises its soft limit to the hard limit."""
+    """Check how many connections a proxy's descriptors allow, after raising the soft limit as a
+    proxy does at its start.
+    """
     from kvrs.process.descriptors import raise_descriptor_limit
     from kvrs.proxy.wire.capacity import capacity_of
 
@@ -72,8 +76,8 @@ def _descriptors(config: Config) -> Finding:
 
 
 def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
-    """Check memory for the proxy's buffers and the agents' pages; running processes have theirs
-    already.
+    """Check that there is memory for the proxy's buffers and the agents' pages; processes that run
+    already have theirs.
     """
     agents = sum(_can_bind(node.agent.host, node.agent.port) for node in config.cluster.nodes)
     pages = agents * config.backup.capacity_bytes if config.agents_run else 0
@@ -88,7 +92,7 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
         remedy = "lower backup.capacity_bytes, proxy.body_budget_bytes or proxy.mirror_bytes"
         yield doubtful("memory", value, f"{wanted:,}, of these {pages:,} for agents", remedy)
     folder = config.backup.directory
-    # A missing directory is a fault of the configuration.
+    # Not checked here: a missing directory is reported as a fault of the configuration.
     if not pages or not Path(folder).is_dir():
         return
     room = shutil.disk_usage(folder).free
@@ -105,7 +109,7 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
 
 
 def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """All findings of `kvrs config check`, with a line per private file."""
+    """Yield all that `kvrs config check` finds, and a line for each private file."""
     of_files: set[str] = set()
     for check, path, read in private_files(config, environ):
         if path is None:
@@ -151,7 +155,7 @@ def _remedy_of_file(fault: str, path: str) -> str:
 
 
 def _expiries(section: str, tls: TlsSettings) -> Iterator[Finding]:
-    """Yield the expiry of each valid certificate file."""
+    """Yield when each valid certificate of a section expires."""
     from kvrs.net.tls import hand_shake, pinned_context
 
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -15,13 +15,14 @@ from kvrs.proxy.backends.model_files import how_to_get
 from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
 _TOKENIZER = "tokenizer.json"
-# Model names round the number of parameters: models within this factor count as the same.
+# Factor within which two numbers of parameters count as the same, because names of models round
+# them.
 _SAME = 1.25
 
 
 def exactness_findings(answer: ProxyAnswer) -> Iterator[Finding]:
-    """Yield the most important findings: instances compute different things, or streams continue
-    inexactly without a tokenizer.
+    """Yield the findings that matter most: instances that compute different things, and a proxy
+    without a tokenizer, at which streams continue inexactly.
     """
     if answer.state is not None:
         yield from _differences(answer.state["instances"])
@@ -32,7 +33,7 @@ def exactness_findings(answer: ProxyAnswer) -> Iterator[Finding]:
 
 
 def _differences(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield the self-tests' findings on running instances: other weights, and near-ties."""
+    """Yield what self-tests found on running instances: weights that differ, and near-ties."""
     tests = {
         row["id"]: row["self_test"] for row in rows if row["health"] == "up" and row["self_test"]
     }
@@ -61,7 +62,7 @@ def _differences(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _inexact(model: str | None, directory: str | None) -> tuple[str, str, str]:
-    """Value, allowed value and remedy of the finding."""
+    """Return value, allowed value and remedy of the finding that the tokenizer is missing."""
     cause = f"no {_TOKENIZER} in {directory}"
     remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
     if directory is None:
@@ -78,7 +79,7 @@ def _inexact(model: str | None, directory: str | None) -> tuple[str, str, str]:
 
 
 def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what the proxy knows of a vLLM's model, of which vLLM reports little."""
+    """Yield what the proxy lacks about the model of stock engines, which report little of it."""
     row = state["proxies"][0]
     model, directory = row.get("model"), row.get("model_directory")
     if not config.cluster.backend.is_stock or model is None:
@@ -88,15 +89,16 @@ def model_findings(config: Config, state: Mapping[str, Any]) -> Iterator[Finding
         allowed = "its config.json: without it costs of moving KV are a guess"
         remedy = f"{how_to_get(model)}, or cluster.model; then restart the proxy"
         yield doubtful("files of the model", value, allowed, remedy)
-    elif config.cluster.model is None:  # Otherwise the model is configured.
+    # Only a model that the engine has reported: other checks judge a configured model.
+    elif config.cluster.model is None:
         remark = foreign_profile(config.profiles.prefill, Path(directory))
         if remark is not None:
             yield doubtful("configuration", remark.removeprefix("warning: "), "", "")
 
 
 def foreign_profile(name: str | None, directory: Path | None) -> str | None:
-    """Remark that a profile was measured with another model, judged by the profile and the model's
-    config.json; None: no difference found.
+    """Return the warning that a profile was measured with another model, by comparing the profile
+    with the model's config.json; None: no difference found.
     """
     if name is None or directory is None:
         return None
@@ -104,7 +106,7 @@ def foreign_profile(name: str | None, directory: Path | None) -> str | None:
         fields = read_config(directory / "config.json")
         own = geometry_of(directory / "config.json", fields, 16)
         profile = catalog.profile(name)
-    except ConfigError:  # Other checks report this fault.
+    except ConfigError:  # No warning: another check reports this fault.
         return None
     size = size_of(fields)
     compared = {
@@ -128,7 +130,9 @@ def foreign_profile(name: str | None, directory: Path | None) -> str | None:
 
 
 def _parameters(profile: Profile) -> float | None:
-    """Billions of parameters; None: not in the profile."""
+    """Return the number of the profile's parameters in billions; None: the profile does not tell
+    it.
+    """
     if profile.load is None or profile.dtype not in ("bf16", "fp16"):
         return None
     return profile.load.weight_bytes / 2e9

@@ -10,15 +10,16 @@ from kvrs.config import presets
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MAX_WORKERS
 
-# Names of policies, too long for the column of types.
+# Short name and full list of the policies: the list is too wide for the help's column of types.
 POLICY, POLICIES = "POLICY", ", ".join(policy.value for policy in PolicyName)
-# Headings of option groups in the help of `kvrs proxy`.
-FILE = "With a file"
+FILE = "With a file"  # Headings under which the help of `kvrs proxy` groups its options.
 URLS = "Without a file"
 
 
 class StockEngine(StrEnum):
-    """Values of `Backend`, repeated here because its module loads slowly."""
+    """Stock engines among the values of `Backend`, repeated because importing that module
+    is slow.
+    """
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -81,9 +82,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
 ]
-# The launch, in JSON, passed by `kvrs lab up`.
+# Facts about the `kvrs lab up` that starts this proxy, in JSON.
 LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]
-# A `WorkerPlan`, passed by the proxy that starts this worker.
+# A `WorkerPlan` in JSON, passed by the proxy that starts this worker.
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
 Preset = Annotated[
     presets.SystemPreset | None,

@@ -9,7 +9,7 @@ import typer
 import kvrs
 from kvrs.errors import ConfigError
 
-# Folder of the pages in a checkout, and below the prefix of an environment.
+# Folder of the documentation's pages: in a checkout, and below the prefix of a Python environment.
 _CHECKOUT, _INSTALLED = "docs", "share/doc/kvrs"
 _FOLDERS = ("guide", "research")
 _SUFFIX = ".md"
@@ -31,14 +31,16 @@ def docs(page: Page = None) -> None:
 
 
 def pages() -> dict[str, Path]:
-    """Path of each page by name, in the checkout that kvrs runs from, or in its installation."""
+    """Return the paths of the documentation's pages by name, in the checkout that kvrs runs from,
+    or else in its installation.
+    """
     root = Path(kvrs.__file__).parents[1] / _CHECKOUT
     found = [page for folder in _FOLDERS for page in (root / folder).glob(f"*{_SUFFIX}")]
     return {page.stem: page for page in sorted(found or _installed())}
 
 
 def title(page: Path) -> str:
-    """Heading of a page."""
+    """Return the first heading of a page."""
     with page.open(encoding="utf-8") as lines:
         return next(lines).lstrip("# ").rstrip()
 

@@ -1,4 +1,6 @@
-"""Placements of prompts by the instances' cached prefixes, read from an event log."""
+"""Placements of prompts at instances that had their beginning in the cache, read from an
+event log.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,8 +10,8 @@ from kvrs.core.model import actions as act
 
 
 def placements(entries: Iterable[LogEntry]) -> dict[str, Any]:
-    """Number of prompts that began at an instance with a cached part, and the prompts placed there
-    although another instance had a shorter queue.
+    """Return the number of prompts that began at an instance with a cached part of them, and those
+    that were placed there although another instance had a shorter queue.
     """
     starts = [
         (entry, each, each.plan.prefill or each.plan.decode)

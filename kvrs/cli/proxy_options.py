@@ -19,7 +19,8 @@ def command_line(
     backend: str | None,
     of_proxy: Mapping[str, int | str | None],
 ) -> CommandLine | None:
-    """Configuration given by the command line itself; None: a file is given.
+    """Return the configuration that the command line gives in place of a file; None: a file is
+    given.
 
     Raises:
         ConfigError: neither a file nor a server is given, or both.
@@ -44,8 +45,8 @@ def command_line(
 
 
 def secrets_of_proxy(config: Config, environ: MutableMapping[str, str]) -> list[bytes]:
-    """The cluster's secrets. A proxy that shares no secret makes its own, and passes it to its
-    workers in the environment.
+    """Return the cluster's secrets. A proxy that shares no secret with another process makes its
+    own, and passes it to its workers in `environ`.
 
     Raises:
         ConfigError: a shared secret is needed and missing, or a secret is not usable.

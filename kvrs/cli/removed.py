@@ -6,7 +6,7 @@ from kvrs.errors import ConfigError
 
 _QUESTION = "ask kvrs_lab.api.explain, whose Question has it"
 
-# Replacements by command, then by option.
+# By command: each removed option, with what replaces it.
 REMOVED = {
     "top": {
         "--json": "GET /kvrs/v1/overview of the admin port has it",
@@ -61,7 +61,9 @@ REMOVED = {
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Raises ConfigError: a command line has a removed option."""
+    """Check for options of earlier versions. Raises ConfigError: one is given; the message names
+    what replaces it.
+    """
     for command, options in REMOVED.items():
         words = command.split()
         if [*arguments[: len(words)]] == words:

@@ -54,7 +54,8 @@ def proxy(
     def read_whole() -> Config:
         source = load_source(config, environ) if line is None else line.source(environ)
         given = with_proxy(checked(source), asked)
-        if launched is None:  # Files written by `kvrs lab up` have every key.
+        # Only for files that operators write: a file of `kvrs lab up` has every key.
+        if launched is None:
             check_all(source, faults_of_start(given, os.environ))
         return given
 
@@ -70,7 +71,7 @@ def proxy(
     log_to_stderr(**settings.logs.options, **facts)
     secret, *older = secrets_of_proxy(settings, os.environ)
     if settings.proxy.workers > 1:
-        # A worker has the same command line, plus a plan.
+        # Command of a worker: that of this process, to which the worker's plan is added.
         command = (sys.executable, "-m", "kvrs", *sys.argv[1:], "--worker")
         raise typer.Exit(supervise(settings, command))
     watched = config if settings.proxy.reload_on_change else None
@@ -79,8 +80,10 @@ def proxy(
 
 
 def _without_ports(config: Config) -> Iterator[str]:
-    """Yield faults of running processes without a configured port."""
-    # A stock engine names the port of its pages itself, in every hand-off.
+    """Yield the instances and agents whose port is 0: a proxy cannot reach a running process
+    without it.
+    """
+    # A stock engine needs no `page_port`: each hand-off names the port of its pages.
     needed = ("port",) if config.cluster.backend.is_stock else ("port", "page_port")
     for _, instance in config.cluster.instances():
         for key in needed:

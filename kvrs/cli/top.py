@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kvrs.net.admin import AdminClient
 
 _INTERVAL_S = 1.0
-_COLOURS = {"up": "green", "down": "red", "refused": "red"}  # Every other state is yellow.
+# Colours of states; any other state is yellow.
+_COLOURS = {"up": "green", "down": "red", "refused": "red"}
 
 AdminUrl = Annotated[
     str | None,
@@ -65,13 +66,16 @@ def _run(client: "AdminClient") -> None:
                 return
             try:
                 shown = screen(client.overview(), client.url, console.height)
-            except AdminError as error:  # The proxy may be restarting.
+            # Shown and asked again, because the proxy may be restarting.
+            except AdminError as error:
                 shown = Text(f"{error}\n\nasked again every second; q ends", style="red")
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key up to a time, and returns "" without a key."""
+    """Yield a function that waits up to some seconds for a key and returns it; "": none was
+    pressed.
+    """
     keyboard = sys.stdin.fileno()
     if not os.isatty(keyboard):
 
@@ -95,7 +99,9 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
-    """Contents of the screen: instances first, then the newest recoveries."""
+    """Make the contents of the screen: the table of instances, then the newest recoveries that fit
+    into `rows` lines.
+    """
     instances, recoveries = overview["instances"], overview["recoveries"]
     headings = dict.fromkeys(name for row in instances for name in row["facts"])
     table = Table(box=None, pad_edge=False)

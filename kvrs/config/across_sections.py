@@ -22,7 +22,8 @@ from kvrs.protocol.instance import Role
 def faults_across_sections(config: Sections) -> Iterator[str]:
     yield from _faults_of_names(config)
     budget, body = config.proxy.body_budget_bytes, config.proxy.max_body_bytes
-    if budget < 2 * body:  # One request leaves half of the budget to others.
+    # A request may take half of the budget, so that another one fits beside it.
+    if budget < 2 * body:
         yield (
             f"proxy.body_budget_bytes: got {budget}; allowed: at least twice "
             f"proxy.max_body_bytes ({body})"
@@ -34,8 +35,8 @@ def faults_across_sections(config: Sections) -> Iterator[str]:
         case Backend.SGLANG:
             yield from _faults_of_stock(config.cluster)
             if config.backup.mode not in (BackupMode.OFF, BackupMode.LOCAL):
-                # Second copies need the set of rows that running streams need, which HiCache does
-                # not know.
+                # A second copy is kept of the rows that running streams need; HiCache does not tell
+                # which these are.
                 yield (
                     f"backup.mode: got {config.backup.mode.value!r}; allowed with backend "
                     f"'sglang': 'off', 'local'"
@@ -97,7 +98,9 @@ def _faults_of_names(config: Sections) -> Iterator[str]:
 
 
 def _faults_of_ranks(config: Sections) -> Iterator[str]:
-    """Yield faults of ranks: kvrs divides only the embedded engine, and only on CPUs."""
+    """Yield faults of instances with several ranks: kvrs divides only the embedded engine, and only
+    on CPUs.
+    """
     cluster = config.cluster
     for _, instance in cluster.instances():
         several = f"cluster.nodes: instance {instance.id!r} has {instance.ranks} ranks"
@@ -128,7 +131,8 @@ def _faults_of_stage_hosts(config: Sections, instance: InstanceSettings) -> Iter
 
 def _faults_of_roles(config: Sections) -> Iterator[str]:
     roles = config.cluster.roles
-    # A stock decode instance computes prompts itself.
+    # The cluster needs no prefill instance then, since a stock decode instance computes prompts
+    # itself.
     is_decode_only = config.cluster.backend.is_stock and roles == {Role.DECODE}
     for role in (Role.DECODE,) if is_decode_only else (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
@@ -142,8 +146,8 @@ def _faults_of_roles(config: Sections) -> Iterator[str]:
 
 
 def _faults_of_services(config: Sections) -> Iterator[str]:
-    """Yield faults of services: only stock engines may be found by name, since others know their
-    ids and have keys of their own.
+    """Yield faults of services: only instances of stock engines may be found by name, since all
+    others know their ids and have keys of their own.
     """
     backend, services = config.cluster.backend, config.cluster.services
     if services and backend is not Backend.VLLM:
@@ -195,7 +199,7 @@ def _faults_of_state_plane(config: Sections) -> Iterator[str]:
 def _faults_of_distserve(cluster: ClusterSettings) -> Iterator[str]:
     for node in cluster.nodes:
         roles = sorted(instance.role.value for instance in node.instances)
-        # A proxy that must not use a server's prefill lists only its decode instance.
+        # A server whose prefill the proxy must not use is listed as a decode instance alone.
         if roles not in ([Role.DECODE, Role.PREFILL], [Role.DECODE]):
             allowed = (
                 "allowed with backend 'distserve': one prefill and one decode, which are one server"
@@ -242,12 +246,11 @@ def _faults_of_stock(cluster: ClusterSettings) -> Iterator[str]:
             )
 
 
-# Keys of an instance that are equal within a group.
-_EQUAL = ("role", "tp", "pp")
+_EQUAL = ("role", "tp", "pp")  # Keys with the same value in all instances of a group.
 
 
 def _faults_of_groups(cluster: ClusterSettings, *, re_forms: bool) -> Iterator[str]:
-    """Yield reasons why the cluster's instances cannot lend each other stages. `re_forms`:
+    """Yield the reasons why instances of a group cannot lend each other stages. `re_forms`:
     instances go on without a lost rank.
     """
     groups: dict[str, list[InstanceSettings]] = {}
@@ -297,12 +300,12 @@ def _faults_of_group(group: str, members: Sequence[InstanceSettings]) -> Iterato
 
 
 def _shown(value: object) -> str:
-    """A value as written in the file."""
+    """Return a value as the file has it."""
     return "null" if value is None else f"{value}"
 
 
 def _faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator[str]:
-    """Yield reasons why the cluster's instances cannot keep each other's pages."""
+    """Yield the reasons why instances cannot keep replicas of each other's pages."""
     if cluster.backend is not Backend.EMBEDDED:
         yield (
             f"backup.mode: got 'peer' with backend {cluster.backend.value!r}; allowed: another "
@@ -316,7 +319,8 @@ def _faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator
             "decode instance"
         )
     if state_plane:
-        # A pool's file names each page's predecessor, which a peer does not know.
+        # The file of a pool names the predecessor of each page, which an instance with a replica
+        # does not know.
         yield (
             "backup.mode: got 'peer' with state_plane.enabled: true; allowed: another mode, or "
             "false"

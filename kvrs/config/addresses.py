@@ -14,7 +14,9 @@ from kvrs.ids import NodeId
 def addresses_of(
     cluster: ClusterSettings, proxy: ProxySettings, *, with_gossip: bool
 ) -> list[tuple[str, int]]:
-    """Host and port of each listener; port 0 means any free port."""
+    """Return host and port of each socket that processes of the cluster listen on; port 0: any free
+    port.
+    """
     listeners: list[InstanceSettings | AgentSettings] = [
         *(instance for _, instance in cluster.instances()),
         *(node.agent for node in cluster.nodes),
@@ -63,8 +65,8 @@ def faults_of_addresses(addresses: Iterable[tuple[str, int]]) -> Iterator[str]:
 def gossip_members(
     cluster: ClusterSettings, proxy: ProxySettings
 ) -> Iterator[tuple[NodeId, str, int]]:
-    """Gossip members in the file, with host and port: the agents, each under its node's name, and
-    the proxy, or each of its workers.
+    """Yield name, host and port of each gossip member in the file: each agent under its node's
+    name, and the proxy or each of its workers.
     """
     agents = ((node.id, node.agent) for node in cluster.nodes)
     yield from ((node, agent.host, agent.gossip_port) for node, agent in agents)
@@ -73,7 +75,9 @@ def gossip_members(
 
 
 def gossip_seeds(cluster: ClusterSettings, proxy: ProxySettings, me: NodeId) -> dict[NodeId, str]:
-    """Addresses of the other members; members on port 0 contact this one instead."""
+    """Return the addresses of the other members, by name. Members on port 0 are left out: they
+    contact `me` first.
+    """
     return {
         member: f"{host}:{port}"
         for member, host, port in gossip_members(cluster, proxy)
@@ -85,12 +89,15 @@ def faults_of_gossip(cluster: ClusterSettings, proxy: ProxySettings) -> Iterator
     nodes = {node.id for node in cluster.nodes}
     for each in nodes.intersection(proxy.names):
         yield f"proxy.id: {each!r} is the id of a node too; allowed with gossip: a name of its own"
-    heard: dict[bool, str] = {}  # A member on loopback, and a member beyond it.
-    versions: dict[int, str] = {}  # A member at an IPv4 address, and a member at an IPv6 address.
+    # A member by whether its host is on loopback, for the error if both kinds are found.
+    heard: dict[bool, str] = {}
+    # A member by the IP version of its host, for the error if both versions are found.
+    versions: dict[int, str] = {}
     for member, host, _ in gossip_members(cluster, proxy):
         described = f"the host of {member!r} is {host!r}"
         if _is_everywhere(host):
-            # The published address would mean each other member's own machine.
+            # A member publishes its address, and 0.0.0.0 or :: means its own machine to each
+            # reader.
             yield (
                 f"gossip: {described}; allowed: an address or a name at which the other members "
                 f"reach it (proxy.gossip_host; of an agent host, beside bind)"
@@ -124,7 +131,7 @@ def _is_everywhere(host: str) -> bool:
 
 
 def _version(host: str) -> int | None:
-    """IP version of a host, 4 or 6; None: a name."""
+    """Return the IP version of a host's address, 4 or 6; None: the host is a name."""
     try:
         return ipaddress.ip_address(host).version
     except ValueError:

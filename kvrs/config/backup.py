@@ -10,22 +10,25 @@ from pydantic import Field, field_validator
 from kvrs.config.settings import STOCK, Host, Settings, netloc
 from kvrs.protocol.instance import Role
 
-# Share of an instance's pages for replicas of other instances' streams, with mode peer. Replicas
-# are dropped before the instance's own pages.
+# Share of an instance's pages that may hold replicas of other instances' streams, with `mode:
+# peer`. Replicas are dropped before the instance's own pages.
 PEER_SHARE = 0.5
 
 
 class BackupMode(StrEnum):
     OFF = "off"
-    LOCAL = "local"  # The own node's agent: survives process and GPU (seed RaidServe).
-    REMOTE = "remote"  # Another node's agent: survives the node (seed LUMEN).
+    # At the agent of the instance's own node; survives the process and the GPU (seed RaidServe).
+    LOCAL = "local"
+    REMOTE = "remote"  # At the agent of another node; survives the node (seed LUMEN).
     BOTH = "both"
-    PEER = "peer"  # Another instance's pool: survives the instance (seed KevlarFlow's replicas).
+    # In the memory of another instance; survives the instance (KevlarFlow's replicas).
+    PEER = "peer"
 
 
 class Placement(StrEnum):
-    LOAD = "load"  # Seed LUMEN, Eq. 1: least queueing delay and restore pressure.
-    FIXED = "fixed"  # The next node, as in DejaVu's ring.
+    # The agent with the least queueing delay and restore pressure (seed LUMEN, Eq. 1).
+    LOAD = "load"
+    FIXED = "fixed"  # The agent of the next node, as in DejaVu's ring.
     RANDOM = "random"
 
 
@@ -48,7 +51,9 @@ class AgentSettings(Settings):
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
 
     def bound(self, host: str) -> str:
-        """Address that a port listens on, if others reach it at `host`."""
+        """Return the address to listen at: `bind`, or else the `host` at which others reach the
+        agent.
+        """
         return self.bind or host
 
     @property
@@ -82,16 +87,18 @@ class BackupSettings(Settings):
 
     @property
     def reserved_bytes(self) -> int:
-        """Room that an agent reserves for checkpoints; 0 without checkpoints."""
+        """Bytes of memory that an agent reserves for checkpoints; 0: it keeps none."""
         return self.capacity_bytes if self.at_agents else 0
 
     @property
     def at_agents(self) -> bool:
-        """Checkpoints go to agents."""
+        """True if checkpoints go to agents, not to other instances and not nowhere."""
         return self.mode not in (BackupMode.OFF, BackupMode.PEER)
 
     def replica_share(self, role: Role) -> float:
-        """Share of an instance's pages for replicas, by its role."""
+        """Return the share of an instance's pages that may hold replicas, by the
+        instance's role.
+        """
         is_kept = self.mode is BackupMode.PEER and role is not Role.PREFILL
         return PEER_SHARE if is_kept else 0.0
 

@@ -27,16 +27,16 @@ from kvrs.protocol.instance import Role
 class Backend(StrEnum):
     """The engine that the instances of a cluster run."""
 
-    EMBEDDED = "embedded"  # kvrs_engine/engine; `kvrs lab up` starts it.
-    # DistServe with `distserve_patches`. A node's prefill and decode instance are one server.
+    EMBEDDED = "embedded"  # The engine of kvrs_engine/engine, which `kvrs lab up` starts.
+    # DistServe with `distserve_patches`: one server is a node's prefill and its decode instance.
     DISTSERVE = "distserve"
-    VLLM = "vllm"  # Unmodified vLLM, started by others.
-    SGLANG = "sglang"  # Unmodified SGLang, started by others.
+    VLLM = "vllm"  # Unmodified vLLM; kvrs does not start it.
+    SGLANG = "sglang"  # Unmodified SGLang; kvrs does not start it.
 
     @property
     def is_stock(self) -> bool:
-        """The engine is unmodified: without the instance protocol, and without a process of the
-        cluster that could prove its identity.
+        """True for an unmodified engine: it has no instance protocol, and cannot prove that it
+        belongs to the cluster.
         """
         return self in (Backend.VLLM, Backend.SGLANG)
 
@@ -62,7 +62,7 @@ class StageHostSettings(Settings):
 
 
 def stage_host_id(instance: str, stage: int) -> InstanceId:
-    """Id of a stage host's process, by its configured instance."""
+    """Return the id of the process that runs a stage of the configured instance."""
     return InstanceId(f"{instance}-stage-{stage}")
 
 
@@ -126,26 +126,30 @@ class InstanceSettings(Settings):
 
     @property
     def own_stages(self) -> range:
-        """Stages whose ranks are children of the instance's own process."""
+        """Numbers of the stages whose ranks are children of the instance's own process."""
         return range(self.pp - len(self.stage_hosts))
 
     @property
     def remote_stages(self) -> dict[int, StageHostSettings]:
-        """Stages in hosts, by number."""
+        """Settings of the stages that run in stage hosts, by number of the stage."""
         return dict(enumerate(self.stage_hosts, self.own_stages.stop))
 
     def stage_host_id(self, stage: int) -> InstanceId:
-        """Id of a stage's host, as a process and as a peer of the instance."""
+        """Return the id of the host that runs a stage, by which processes and page ports
+        know it.
+        """
         return stage_host_id(self.id, stage)
 
     def stage_nodes(self, own: NodeId) -> list[NodeId]:
-        """Node of each stage, for an instance on node `own`."""
+        """Return the node of each stage; `own` is the node of the instance's own process."""
         remote = self.remote_stages
         stages = range(self.pp)
         return [remote[stage].node if stage in remote else own for stage in stages]
 
     def bound(self, host: str) -> str:
-        """Address that a port listens on, if others reach it at `host`."""
+        """Return the address to listen at: `bind`, or else the `host` at which others reach the
+        instance.
+        """
         return self.bind or host
 
     @property
@@ -200,7 +204,7 @@ class ServiceSettings(Settings):
         return self
 
     def node(self, address: str) -> NodeSettings:
-        """Node of the instance at a numeric address."""
+        """Make the settings of a node with one instance of the service, at a numeric address."""
         name = f"{self.id}-{address.replace(':', '-')}"
         instance = InstanceSettings(
             id=InstanceId(name), role=self.role, host=address, port=self.port
@@ -209,7 +213,9 @@ class ServiceSettings(Settings):
 
 
 def demo_nodes(count: int) -> list[NodeSettings]:
-    """`count` nodes n0, n1, ..., each with a prefill instance p0, ... and a decode one d0, ..."""
+    """Make `count` nodes n0, n1, ..., each with a prefill instance p0, p1, ... and a decode
+    instance d0, d1, ...
+    """
     return [
         NodeSettings(
             id=NodeId(f"n{index}"),
@@ -223,8 +229,9 @@ def demo_nodes(count: int) -> list[NodeSettings]:
 
 
 def pipeline_nodes(count: int, stages: int, tp: int = 1) -> list[NodeSettings]:
-    """`count` instances d0, d1, ... of one group, with `stages` stages each, and a node n0, n1, ...
-    for each stage, those of d0 first. An instance's own process is on the node of its first stage.
+    """Make `count` instances d0, d1, ... of one group, with `stages` stages each, and a node n0,
+    n1, ... for each stage, those of d0 first. An instance's own process is on the node of its first
+    stage.
     """
     nodes = [NodeSettings(id=NodeId(f"n{at}")) for at in range(count * stages)]
     for at in range(count):
@@ -282,8 +289,9 @@ class ClusterSettings(Settings):
         return ((node, instance) for node in self.nodes for instance in node.instances)
 
     def row_holder(self, own: NodeId) -> NodeSettings | None:
-        """Node whose agent keeps the second copy of a node's rows: the next one along the ring of
-        ids whose agent has a row_port. None: the node itself has none, or there is no other.
+        """Return the node whose agent keeps the second copy of a node's rows: the next node along
+        the ring of ids whose agent has a row_port. None: this node has no row_port, or there is no
+        other.
         """
         nodes = {node.id: node for node in self.nodes if node.agent.row_port is not None}
         others = [nodes[each] for each in nodes if own in nodes and each != own]
@@ -302,8 +310,8 @@ class ClusterSettings(Settings):
         raise ConfigError(f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}")
 
     def donors(self, instance_id: InstanceId) -> list[tuple[NodeSettings, InstanceSettings]]:
-        """Other instances of the group along the ring of ids, after the instance's own; empty
-        without a group. Raises like `find`.
+        """Return the other instances of the group and their nodes, along the ring of ids from the
+        instance's own on; empty: no group. Raises like `find`.
         """
         _, own = self.find(instance_id)
         if own.group is None:

@@ -25,12 +25,13 @@ class CommandLine(msgspec.Struct, frozen=True):
 
     prefill: list[str]
     decode: list[str]
-    model: str | None = None  # `cluster.model`.
-    backend: Backend = Backend.VLLM  # Kind of the servers, a stock engine.
-    proxy: dict[str, int | str | None] = {}  # Settings of section `proxy`; None: the default.
+    model: str | None = None  # Value of `cluster.model`; None: not given.
+    backend: Backend = Backend.VLLM  # The stock engine that all servers run.
+    # Settings of section `proxy` by key; None: the default value.
+    proxy: dict[str, int | str | None] = {}
 
     def source(self, environ: Mapping[str, str] | None) -> Source:
-        """The unchecked settings.
+        """Return the settings that the options stand for, not checked yet.
 
         Raises:
             ConfigError: a URL that is not HTTP, or is given twice; or no URL of role decode.
@@ -43,7 +44,7 @@ class CommandLine(msgspec.Struct, frozen=True):
         return source
 
     def read(self, environ: Mapping[str, str] | None) -> Config:
-        """The checked settings. Raises ConfigError."""
+        """Return the configuration that the options stand for, checked. Raises ConfigError."""
         return with_proxy(checked(self.source(environ)), self.proxy)
 
     def _roles(self) -> dict[str, list[str]]:
@@ -64,7 +65,7 @@ class CommandLine(msgspec.Struct, frozen=True):
             yield "--decode: missing; allowed: at least one URL, such as http://127.0.0.1:8200"
 
     def _document(self) -> dict[str, Any]:
-        """The document. Servers of a host are on one node; nodes are in the order of hosts."""
+        """Return the settings as a YAML document. Servers on one host are on one node."""
         nodes: dict[str, list[dict[str, Any]]] = {}
         for role, urls in self._roles().items():
             for number, url in enumerate(urls):
@@ -82,7 +83,7 @@ class CommandLine(msgspec.Struct, frozen=True):
 
 
 def place_of(url: str) -> tuple[str, int] | None:
-    """Host and port of a URL; None: not HTTP."""
+    """Return host and port of a URL; None: the URL is not HTTP."""
     if (found := _URL.fullmatch(url)) is None:
         return None
     port = _HTTP_PORT if found[2] is None else int(found[2])

@@ -8,19 +8,19 @@ from kvrs.config.settings import dump_yaml
 
 WIDTH = 100
 
-# Keys and list indices from the top of the document to a value.
+# Path of a value: the keys and list indices that lead to it from the top of the document.
 KeyPath = tuple[str | int, ...]
 Note = Callable[[KeyPath], str | None]
 
 
 def commented_yaml(document: Mapping[str, Any], note: Note) -> str:
-    """A document as YAML, with the result of `note` as each value's comment."""
+    """Write a document as YAML; `note` gives the comment of each path, or None."""
     blocks = ("\n".join(_section({key: value}, (), note)) for key, value in document.items())
     return "\n\n".join(blocks) + "\n"
 
 
 def comment(text: str, indent: int = 0) -> list[str]:
-    """A text as lines of comment, at most `WIDTH` columns wide."""
+    """Wrap a text as lines of YAML comment, at most `WIDTH` columns wide."""
     start = " " * indent + "# "
     return textwrap.wrap(
         text,
@@ -33,12 +33,12 @@ def comment(text: str, indent: int = 0) -> list[str]:
 
 
 def shown_path(path: KeyPath) -> str:
-    """The path as in messages about configuration files: `cluster.nodes.0.id`."""
+    """Return the path as messages show it: `cluster.nodes.0.id`."""
     return ".".join(str(part) for part in path)
 
 
 def flow(value: Any) -> str:
-    """A value in one line."""
+    """Write a value in one line of YAML."""
     text = dump_yaml([value], default_flow_style=True, width=1 << 30)
     return text.strip()[1:-1]
 
@@ -61,7 +61,7 @@ def _section(
 
 
 def _below(value: Any, path: KeyPath, note: Note, indent: int) -> Iterator[str]:
-    """Lines below a key; none if the value is beside it."""
+    """Yield the lines below a key; none, if the value stands beside the key."""
     if isinstance(value, dict):
         yield from _section(value, path, note, indent + 2)
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):

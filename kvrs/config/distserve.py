@@ -11,7 +11,9 @@ HOME_ENV = "DISTSERVE_HOME"
 
 
 def check_home(config: Config, environ: Mapping[str, str]) -> None:
-    """Check the checkout. Raises ConfigError: DistServe is configured, but not checked out."""
+    """Check that the checkout exists, if DistServe is the configured backend. Raises ConfigError:
+    it does not.
+    """
     if config.cluster.backend is not Backend.DISTSERVE:
         return
     if not (home := environ.get(HOME_ENV)):

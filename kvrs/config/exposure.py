@@ -17,7 +17,7 @@ from kvrs.errors import ConfigError
 
 
 def check_exposure(config: Config, environ: Mapping[str, str]) -> None:
-    """Check a whole configuration.
+    """Check that every port beyond loopback, of all processes, authenticates its clients.
 
     Raises:
         ConfigError: a port beyond loopback would answer to everyone.
@@ -46,7 +46,9 @@ def needs_secret(config: Config) -> bool:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yield a note for each allowed setting that leaves something open."""
+    """Yield a note for each setting that is allowed but leaves a port or an identity
+    unprotected.
+    """
     if config.cluster.backend.is_stock:
         yield (
             f"note: cluster.backend: {config.cluster.backend} instances cannot prove their "
@@ -56,7 +58,9 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def faults_of_proxy(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield faults of the two ports of a proxy that the cluster's secret does not protect."""
+    """Yield faults of a proxy's client port and admin port, which the cluster's secret does not
+    protect.
+    """
     proxy = config.proxy
     needs_keys = not (is_loopback(proxy.host) or proxy.allow_anonymous)
     if needs_keys and not has_keys(config.security, environ):
@@ -76,13 +80,13 @@ def faults_of_proxy(config: Config, environ: Mapping[str, str]) -> Iterator[str]
 
 
 def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
-    """Hosts beyond loopback of ports that the secret protects, each with its key."""
+    """Yield (key, host) for each host beyond loopback whose port the cluster's secret protects."""
     hosts: list[tuple[str, str | None]] = [
         ("proxy.peer_host", config.proxy.peer_host),
         ("proxy.gossip_host", config.proxy.gossip_host),
     ]
     for node in config.cluster.nodes:
-        # A stock engine binds its own ports.
+        # A stock engine's ports are not bound by kvrs, and the secret does not protect them.
         ours = () if config.cluster.backend.is_stock else node.instances
         for instance in ours:
             hosts += [
@@ -101,7 +105,7 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _problem(read: Callable[[], list[bytes]]) -> str | None:
-    """Reason why a key or token is missing; None: present."""
+    """Return the reason why `read` gives no key or token; None: it gives some."""
     try:
         return None if read() else "there is none"
     except ConfigError as error:

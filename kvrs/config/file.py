@@ -33,7 +33,7 @@ class Config(Sections):
     """The sections of a file, also checked across them."""
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
-        """URL at which an instance or agent speaks kvrs's own protocol."""
+        """Return the URL of an instance's or agent's port for kvrs's own protocol."""
         if isinstance(process, AgentSettings):
             return self.inner_url(process.host, process.port)
         return self.inner_url(process.host, process.port)
@@ -111,17 +111,21 @@ def checked(source: Source) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """YAML that `parse_config` reads back as an equal object."""
+    """Write a configuration as YAML, which `parse_config` reads back as an equal object."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def config_digest(config: Config) -> str:
-    """16 hex digits, the same for equal configurations, whatever their files look like."""
+    """Return 16 hex digits that are the same for equal configurations, whatever their files look
+    like.
+    """
     return hashlib.sha256(msgspec.json.encode(config.model_dump(mode="json"))).hexdigest()[:16]
 
 
 def read_secret(security: SecuritySettings, environ: Mapping[str, str]) -> bytes:
-    """The first of the cluster's shared secrets, which is in use; raises like `read_secrets`."""
+    """Read the first of the cluster's shared secrets, the only one that processes use for new
+    messages; raises like `read_secrets`.
+    """
     return read_secrets(security, environ)[0]
 
 

@@ -80,7 +80,7 @@ policy: {name: auto}
 
 
 def first_file(backend: Backend) -> str:
-    """A commented YAML file for instances of this kind."""
+    """Return a commented first YAML file for a cluster with this backend."""
     document = parse_yaml(_DOCUMENTS[backend].replace(" NODES", _NODES.rstrip()))
     lines = [*comment(_HEADERS[backend]), *comment(_REST), ""]
     return "\n".join([*lines, commented_yaml(document, _of_sections_above)])

@@ -35,5 +35,5 @@ class LogSettings(Settings):
 
     @property
     def options(self) -> LogOptions:
-        """Arguments for the functions of `kvrs.process.logs`."""
+        """Arguments for `log_to` and `log_to_stderr` of `kvrs.process.logs`."""
         return {"level": self.level.value, "as_json": self.format is LogFormat.JSON}

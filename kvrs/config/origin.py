@@ -12,7 +12,9 @@ from kvrs.config.file import Config
 
 
 class UpCommand(msgspec.Struct, frozen=True):
-    """A `kvrs lab up`, which writes a file with chosen ports for each of its proxies."""
+    """A running `kvrs lab up`, which writes a file with the ports that it has chosen for each of
+    its proxies.
+    """
 
     pid: int
     file: str | None  # Configuration file given to the command; None: no file.
@@ -20,19 +22,21 @@ class UpCommand(msgspec.Struct, frozen=True):
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """Reader of the file, or of a command line's environment, at each call."""
+    """Reader of a proxy's configuration, from its file or its command line; each call
+    reads anew.
+    """
 
     path: Path | None  # Path of the file; None: no file.
-    read: Callable[[], Config]  # Raises ConfigError.
+    read: Callable[[], Config]  # Read and check the configuration. Raises ConfigError.
     launch: UpCommand | None = None
-    command_line: CommandLine | None = None  # Command line that replaces a file.
+    command_line: CommandLine | None = None  # The command line, if the proxy has no file.
 
     def __call__(self) -> Config:
         return self.read()
 
     @property
     def note(self) -> str | None:
-        """Reason why an operator edits another file."""
+        """Reason why an edit of this file changes nothing, for operators; None: an edit counts."""
         if self.command_line is not None:
             return "this proxy was started without a file: its command line counts"
         if self.launch is None:

@@ -11,13 +11,15 @@ from kvrs.config.source import Source
 from kvrs.errors import ConfigError
 
 _PREFIX = "KVRS_"
-# Separator of the parts of a path. Variables without it are no settings: KVRS_SECRET, and
-# Kubernetes's variables for a service called kvrs (KVRS_PORT, KVRS_PROXY_SERVICE_HOST).
+# Separator of a path's parts in a variable's name. Variables without it are no settings:
+# KVRS_SECRET, and Kubernetes's variables for a service called kvrs (KVRS_PORT,
+# KVRS_PROXY_SERVICE_HOST).
 _NESTED = "__"
 
 
 def override(source: Source, environ: Mapping[str, str], model: type[Settings]) -> None:
-    """Put the values of all variables into a document. A value is YAML; lists are given whole.
+    """Put the value of each variable that names a setting of `model` into the document. Values are
+    YAML; a list is given whole.
 
     Raises:
         ConfigError: variables that name no setting, or are not YAML.
@@ -32,7 +34,8 @@ def override(source: Source, environ: Mapping[str, str], model: type[Settings]) 
                 faults += error.faults
     if faults:
         raise ConfigError(faults)
-    for path in sorted(found, key=len):  # A whole section comes before its keys.
+    # Shorter paths first, so that a whole section is set before single keys of it.
+    for path in sorted(found, key=len):
         name, value = found[path]
         _put(source, path, name, value)
         if not environ[name].strip():
@@ -40,7 +43,7 @@ def override(source: Source, environ: Mapping[str, str], model: type[Settings]) 
 
 
 def _path(name: str, model: type[Settings]) -> tuple[str, ...]:
-    """Path of the setting that a variable names."""
+    """Return the path of the setting that a variable's name stands for."""
     section: type[Settings] | None = model
     done, path = _PREFIX, list[str]()
     for part in name.removeprefix(_PREFIX).split(_NESTED):
@@ -78,7 +81,8 @@ def _put(source: Source, path: tuple[str, ...], name: str, value: Any) -> None:
             if node.get(part) is None:
                 node[part] = {}
             node = node[part]
-    if isinstance(node, dict):  # Otherwise the file has a fault, which its check finds.
+    # Any other value is a fault of the file, which the check of the file finds.
+    if isinstance(node, dict):
         node[path[-1]] = value
     for stale in [each for each in source.places if each[: len(path)] == path]:
         del source.places[stale]

@@ -6,42 +6,46 @@ from pydantic import Field
 
 from kvrs.config.settings import Settings
 
-# Future tokens whose slow-down at a degraded instance is added to its cost, because fewer ranks
-# slow each token. An instance that chooses how to continue looks as far ahead.
+# Number of future tokens by which options are compared: at an instance that has lost ranks each
+# token is slower, and the extra time of so many tokens is part of its cost. An instance that
+# chooses how to go on looks as far ahead.
 LOOKAHEAD_TOKENS = 32
 
 
 class PolicyName(StrEnum):
     ALWAYS_MIGRATE = "always_migrate"
     ALWAYS_RECOMPUTE = "always_recompute"
-    # Restore from a checkpoint; without one like always_recompute.
+    # Restore from a checkpoint; without a checkpoint, compute as always_recompute does.
     ALWAYS_RESTORE = "always_restore"
     ROM = "rom"
     AUTO = "auto"
 
 
 class Handoff(StrEnum):
-    """The decode instance that gets a hand-off, once prefill is done."""
+    """Choice of the decode instance that gets a hand-off once prefill is done."""
 
-    OWN_PAIR = "own_pair"  # The decode instance planned at the start.
-    ROM = "rom"  # Seed KVRS: the own decode queue against transfer plus a remote queue.
-    # Like rom, with hand-shake, bytes already on the link, and several candidates.
+    OWN_PAIR = "own_pair"  # The decode instance that was chosen when the stream began.
+    # Compare the wait in the own decode queue with a transfer and the wait in a remote queue (seed
+    # KVRS).
+    ROM = "rom"
+    # Compare as rom does, also counting the hand-shake and bytes already on the link, for several
+    # candidates.
     AUTO = "auto"
 
 
 class Route(StrEnum):
-    """The prefill instance of a new prompt."""
+    """Choice of the prefill instance of a new prompt."""
 
-    PREFIX = "prefix"  # Choose by queue and cached part of the prompt.
-    LOAD = "load"  # Choose by queue alone.
+    PREFIX = "prefix"  # Choose by the length of the queue and the cached part of the prompt.
+    LOAD = "load"  # Choose by the length of the queue alone.
 
 
 class Dispatch(StrEnum):
-    """The targets of the victims of one event."""
+    """Choice of the instances that get the streams which one event has cut (victims)."""
 
-    REBALANCE = "rebalance"  # The holders of their KV, then LUMEN's rebalancing.
-    HOLDERS = "holders"  # The holders of their KV, without a limit.
-    LEAST_LOADED = "least_loaded"  # The instances with the fewest streams.
+    REBALANCE = "rebalance"  # First the holders of the victims' KV, then as LUMEN rebalances.
+    HOLDERS = "holders"  # The holders of the victims' KV, however many streams they get.
+    LEAST_LOADED = "least_loaded"  # The instances that have the fewest streams.
 
 
 class RecoverySettings(Settings):

@@ -12,32 +12,36 @@ from kvrs.config.tls import TlsSettings
 MAX_WORKERS = 16
 MAX_PEERS = 32
 MAX_PORT = 65535
-MAX_ID = 64  # Most characters of an id.
-ADMIN_PORT_STEP = 10  # Distance between the admin ports of consecutive workers.
+MAX_ID = 64  # Most characters of a proxy's or worker's id.
+ADMIN_PORT_STEP = 10  # Difference between the numbers of two consecutive workers' admin ports.
 LEAST_MIRROR_BYTES = 1 << 20
 
 
 class Inexact(StrEnum):
-    """Treatment of a request that an engine could not continue exactly."""
+    """Treatment of a request whose stream could not continue exactly at another engine."""
 
     REFUSE = "refuse"
     MARK = "mark"
 
 
 class MirrorMode(StrEnum):
-    """Time at which a resumable stream's token is sent to its client."""
+    """Order in which a token of a resumable stream goes to its client and to its mirror; sync: to
+    the mirror first.
+    """
 
     ASYNC = "async"
     SYNC = "sync"
 
 
 def names_of(proxy: str, workers: int) -> list[str]:
-    """Ids of a proxy's processes."""
+    """Return the ids of a proxy's processes: the proxy's own, or those of its workers if it has
+    several.
+    """
     return [proxy] if workers == 1 else [f"{proxy}.{worker}" for worker in range(workers)]
 
 
 def proxy_of_worker(name: str) -> str | None:
-    """Id of a worker's proxy; None: the name is not a worker's."""
+    """Return the id of the proxy that a worker belongs to; None: the name is not a worker's."""
     proxy, _, number = name.rpartition(".")
     return proxy if proxy and number.isdecimal() else None
 
@@ -71,7 +75,7 @@ class PeerSettings(Settings):
         return self
 
     def each(self) -> Iterator["PeerSettings"]:
-        """Processes of the peer, each as a peer."""
+        """Yield one peer for each process of this proxy."""
         for offset, name in enumerate(names_of(self.id, self.workers)):
             yield PeerSettings(id=name, host=self.host, peer_port=self.peer_port + offset)
 
@@ -181,14 +185,16 @@ class ProxySettings(Settings):
 
     @property
     def names(self) -> list[str]:
-        """Ids of the proxy's processes: its own, or its workers'."""
+        """Ids of the proxy's processes: the proxy's own, or those of its workers if it
+        has several.
+        """
         return names_of(self.id, self.workers)
 
     def ports_of(self, key: str) -> list[int]:
-        """Ports of the proxy's processes under a key; 0: any free port."""
+        """Return, for each process of the proxy, the port that the key means; 0: any free port."""
         first, step = getattr(self, key), ADMIN_PORT_STEP if key == "admin_port" else 1
         return [first + step * worker if first else 0 for worker in range(self.workers)]
 
     def every_peer(self) -> Iterator[PeerSettings]:
-        """Processes of the other proxies."""
+        """Yield one peer for each process of each other proxy."""
         return (each for peer in self.peers for each in peer.each())

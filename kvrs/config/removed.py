@@ -1,6 +1,6 @@
 """Settings of earlier versions and their replacements, named by the errors of `settings.py`."""
 
-# Replacements by path of the key, without list indices.
+# Advice in place of each removed key, by the key's path without list indices.
 REMOVED = {
     "backup.gather_s": "newly filled pages are sent together for 0.05 s",
     "backup.peer_share": "replicas have at most half of an instance's pages",

@@ -36,7 +36,7 @@ def json_schema() -> dict[str, Any]:
 
 @cache
 def description(path: KeyPath) -> str | None:
-    """Meaning of a key; None: no such key."""
+    """Return the meaning of a key, as the schema and comments show it; None: no such key."""
     section: type[Settings] | None = Config
     text = None
     for part in path:
@@ -52,12 +52,14 @@ def description(path: KeyPath) -> str | None:
 
 
 def with_commands(text: str) -> str:
-    """Replace names of pages by the commands that print them, which an installation has."""
+    """Replace each path of a documentation page by the command that prints the page, because an
+    installation has no checkout.
+    """
     return DOCS_PAGE.sub(lambda page: f"kvrs docs {page[3]}", text)
 
 
 def _meaning(model: type[Settings], key: str) -> str:
-    """Meaning of a key, after a sentence if only some engines read it."""
+    """Return the meaning of a key, and before it the engines that alone read it, if not all do."""
     extra = model.model_fields[key].json_schema_extra
     engines = extra.get(ENGINES) if isinstance(extra, dict) else None
     names = [_NAMES[str(each)] for each in engines] if isinstance(engines, list) else []
@@ -66,7 +68,7 @@ def _meaning(model: type[Settings], key: str) -> str:
 
 
 def _models(model: type[Settings]) -> Iterator[type[Settings]]:
-    """Classes of a section and of all its sub-sections."""
+    """Yield the class of a section and the classes of all sections within it."""
     yield model
     for field in model.model_fields.values():
         if (section := section_of(field.annotation)) is not None:
@@ -74,7 +76,7 @@ def _models(model: type[Settings]) -> Iterator[type[Settings]]:
 
 
 def _descriptions(model: type[Settings]) -> dict[str, str]:
-    """Docstring below each field of a class and its bases, as one line each."""
+    """Return, by field of a class and its bases, the docstring below the field as one line."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, Settings) and base is not Settings:
@@ -84,8 +86,8 @@ def _descriptions(model: type[Settings]) -> dict[str, str]:
 
 @cache
 def _docstrings(model: type[Settings]) -> dict[str, str]:
-    # Read here and not by pydantic's `use_attribute_docstrings`, which parses the source of every
-    # class at each start of each process.
+    # Parsed only on demand: pydantic's `use_attribute_docstrings` would parse the source of every
+    # class whenever a process starts.
     (tree,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(tree, ast.ClassDef)
     found = {}

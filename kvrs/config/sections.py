@@ -56,15 +56,15 @@ class Sections(Settings):
 
     @property
     def ordered_backup(self) -> BackupSettings:
-        """Copies of KV that proxies request from engines: none from SGLang, which decides itself
+        """Copies of KV that proxies order from engines: none from SGLang, which itself decides
         which pages it stores.
         """
         return BackupSettings() if self.cluster.backend is Backend.SGLANG else self.backup
 
     @property
     def agents_run(self) -> bool:
-        """Each node has an agent: it holds checkpoints, owns memory of instances, and is the node's
-        gossip member.
+        """True if each node has an agent, which holds checkpoints, owns memory of instances, or is
+        the node's gossip member.
         """
         keeps = self.backup.at_agents or self.state_plane.enabled
         return keeps or self.gossip.enabled

@@ -22,7 +22,7 @@ from kvrs.process.private_files import fault_of_mode
 
 Found = TypeVar("Found")
 
-# Key of the host for each port; a host without a value falls back to `host`.
+# Key of the host that belongs to each key of a port; if that host is null, `host` counts.
 HOST_OF_PORT = {
     "port": "host",
     "admin_port": "admin_host",
@@ -41,7 +41,7 @@ EMBEDDED_OR_DISTSERVE: dict[str, Any] = {ENGINES: ["embedded", "distserve"]}
 VLLM: dict[str, Any] = {ENGINES: ["vllm"]}
 STOCK: dict[str, Any] = {ENGINES: ["vllm", "sglang"]}
 
-# Form of the name of a process or node, which is also part of paths and file names.
+# Form of names of processes and nodes, which are also parts of paths and file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 # Removed keys of key files, by their last part, each with the hint that its error gives.
@@ -61,14 +61,16 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, document: Any) -> Any:
-        # A section with only commented keys is null.
+        # Null keys are dropped: YAML reads a section whose keys are all commented out as null.
         if not isinstance(document, dict):
             return document
         return {key: each for key, each in document.items() if each is not None or _keeps(cls, key)}
 
 
 def _keeps(model: type[Settings], key: Any) -> bool:
-    """Null is a value of this key, not an empty section."""
+    """Return whether null is a value of the key; False: the key is a section, which null leaves
+    empty.
+    """
     field = model.model_fields.get(key)
     kind = None if field is None else field.annotation
     return not (isinstance(kind, type) and issubclass(kind, Settings))
@@ -79,7 +81,7 @@ def _host(text: str) -> str:
         return text
     labels = text.removesuffix(".").split(".")
     is_name = all(map(_LABEL.fullmatch, labels)) and len(text) <= _LONGEST_NAME
-    # Only addresses end in a number; this one would be an incomplete address.
+    # A last label of digits is an incomplete address, since no name ends in a number.
     if not is_name or labels[-1].isdigit():
         raise PydanticCustomError("host", "allowed: an IP address or a host name")
     return text
@@ -89,7 +91,7 @@ Host = Annotated[str, AfterValidator(_host)]
 
 
 def is_numeric(host: str) -> bool:
-    """The host is an address, not a name."""
+    """Return whether the host is an IP address; False: it is a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -98,7 +100,9 @@ def is_numeric(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Only processes of the same machine reach the host; the only such name is `localhost`."""
+    """Return whether only processes of the same machine reach the host; the only name of this kind
+    is `localhost`.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -106,12 +110,12 @@ def is_loopback(host: str) -> bool:
 
 
 def netloc(host: str, port: int) -> str:
-    """Host and port of a URL, with an IPv6 address in brackets."""
+    """Join host and port for a URL, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """A repeated key is an error, as in YAML 1.2."""
+    """Constructor of plain data that refuses repeated keys, as YAML 1.2 does."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -125,12 +129,12 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
 
 class _YamlLoader(_Constructor, yaml.SafeLoader):
-    """YAML loader whose errors show their line."""
+    """YAML loader in Python, whose errors quote the faulty line."""
 
 
 class _LibyamlLoader(_Constructor, yaml.composer.Composer, yaml.CSafeLoader):
-    """YAML loader that parses several times as fast. Nodes are composed in Python, which raises an
-    error if they are nested too deeply.
+    """YAML loader that parses in C, several times as fast. Nodes are composed in Python, which
+    raises an error if they are nested too deeply.
     """
 
     def __init__(self, text: str) -> None:
@@ -139,12 +143,12 @@ class _LibyamlLoader(_Constructor, yaml.composer.Composer, yaml.CSafeLoader):
 
 
 class _YamlDumper(yaml.CSafeDumper):
-    """YAML writer that quotes what the loader would take for a number."""
+    """YAML writer that quotes texts which the loader would read as numbers."""
 
 
 YamlLoader = _YamlLoader | _LibyamlLoader
 
-# `20e6` and `3.0e6` are numbers, as in YAML 1.2; they are text in YAML 1.1.
+# Read `20e6` and `3.0e6` as numbers, as YAML 1.2 does; in YAML 1.1 they are text.
 for _kind in (_YamlLoader, _LibyamlLoader, _YamlDumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -162,7 +166,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def compose(text: str) -> tuple[YamlLoader, yaml.Node | None]:
-    """Root of a document, and the loader that makes plain data of it. Raises yaml.YAMLError."""
+    """Return the root node of a document, and the loader that makes plain data of it. Raises
+    yaml.YAMLError.
+    """
     with suppress(yaml.YAMLError):
         return construct(lambda: _composed(_LibyamlLoader(text)))
     return construct(lambda: _composed(_YamlLoader(text)))
@@ -173,7 +179,9 @@ def _composed(loader: YamlLoader) -> tuple[YamlLoader, yaml.Node | None]:
 
 
 def dump_yaml(document: Any, **style: Any) -> str:
-    """YAML that `parse_yaml` reads back as an equal document, with keys in their order."""
+    """Write a document as YAML, which `parse_yaml` reads back as equal, with keys in the same
+    order.
+    """
     text: str = yaml.dump(document, Dumper=_YamlDumper, sort_keys=False, **style)
     return text
 
@@ -187,12 +195,15 @@ def construct(read: Callable[[], Found]) -> Found:
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from None
     except (LookupError, TypeError, AttributeError):
-        # PyYAML does not check values with tags in the document: `!!timestamp x`, `!!set [x]`.
+        # PyYAML does not check a value whose tag stands in the document: `!!timestamp x`, `!!set
+        # [x]`.
         raise yaml.YAMLError("a value is not of the type that its tag names") from None
 
 
 def faults_of(error: ValidationError, model: type[Settings], *section: str) -> list[str]:
-    """One line per mistake: path below `section`, value, and allowed values."""
+    """Return one line per mistake: the path, which begins with `section`, the value, and the
+    allowed values.
+    """
     return [_line(fault, model, section) for fault in error.errors(include_url=False)]
 
 
@@ -214,8 +225,8 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
 
 
 def echoed(value: Any) -> str:
-    """A value as shown in a message. Only scalars are shown: a whole section would bury the
-    message.
+    """Return a value as a message shows it: a section or a list only by its kind, since its
+    contents would bury the message.
     """
     match value:
         case dict():
@@ -227,7 +238,9 @@ def echoed(value: Any) -> str:
 
 
 def _hint(fault: Any) -> str:
-    """Hint that YAML reads an unquoted text as a word or a number."""
+    """Return the hint that YAML has read an unquoted text as a truth value or a number; empty: it
+    has not.
+    """
     if fault["type"] != "string_type":
         return ""
     match fault["input"]:
@@ -240,7 +253,7 @@ def _hint(fault: Any) -> str:
 
 
 def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:
-    """Keys of the section in which the last part of `path` is unknown."""
+    """Return the keys of the section in which `path` ends with an unknown key."""
     section: type[Settings] | None = model
     for part in path[:-1]:
         if isinstance(part, str):
@@ -251,7 +264,9 @@ def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[st
 
 
 def section_of(annotation: Any, *, in_lists: bool = True) -> type[Settings] | None:
-    """Class of a section, of an optional section, or of a list's items; None: not a section."""
+    """Return the class of a section by a field's type: the section itself, an optional section or a
+    list of sections; None: no section.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return annotation
     if get_origin(annotation) is list and not in_lists:

@@ -12,7 +12,7 @@ from kvrs.config.commented import KeyPath, shown_path
 from kvrs.config.settings import YamlLoader, compose, construct
 from kvrs.errors import ConfigError
 
-# Variables whose values are never shown, and so not part of a configuration.
+# Environment variables whose values are never shown, and so may not stand in a configuration.
 SECRETS = frozenset(
     (
         *("KVRS_SECRET", "KVRS_ADMIN_TOKEN", "KVRS_KEYS"),
@@ -20,7 +20,7 @@ SECRETS = frozenset(
     )
 )
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
-_PATH = re.compile(r"[a-z_]+(\.\w+)*(?=:)", re.ASCII)  # Path at the start of a fault.
+_PATH = re.compile(r"[a-z_]+(\.\w+)*(?=:)", re.ASCII)  # Path at the beginning of a fault's line.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _NOWHERE = object()
 _FLOW_HINT = " (within { } a value with ${NAME} must stand in quotes, or on a line of its own)"
@@ -28,30 +28,33 @@ _FLOW_HINT = " (within { } a value with ${NAME} must stand in quotes, or on a li
 
 @dataclass(slots=True)
 class Source:
-    """A configuration before its check."""
+    """A configuration that is not checked yet, with the place of each value."""
 
-    name: str  # Name of the file, or of its replacement.
+    name: str  # Name of the file, or of what replaces it.
     document: Any = None
-    # Places of values and of sections: `kvrs.yaml:3`.
+    # File and line of each value and section, by path: `kvrs.yaml:3`.
     places: dict[KeyPath, str] = field(default_factory=dict)
-    # Names of overriding environment variables, by path.
+    # Environment variable that has overridden a value, by path.
     variables: dict[KeyPath, str] = field(default_factory=dict)
-    empty: set[KeyPath] = field(default_factory=set)  # Paths of variables without a value.
+    # Paths of settings whose environment variable is empty.
+    empty: set[KeyPath] = field(default_factory=set)
 
     def value(self, path: KeyPath) -> Any:
-        """Value at a path; None: no value."""
+        """Return the value at a path; None: there is no value."""
         return _at(self.document, path) if _holds(self.document, path) else None
 
     def place_of(self, path: KeyPath) -> str | None:
-        """Place of a value, or of its section or list; None: no place."""
+        """Return the file and line of a value, or of the section or list around it; None: there is
+        no value.
+        """
         if not _holds(self.document, path):
             return None
         whole = (path[:length] for length in range(len(path), 0, -1))
         return next((self.places[each] for each in whole if each in self.places), self.name)
 
     def located(self, fault: str) -> str:
-        """A fault, which starts with its path, extended by its variable, or its file and line, and
-        the id of the list item.
+        """Add to a fault, which starts with its path, the environment variable or the file and
+        line, and the id of the list item.
         """
         for path, variable in self.variables.items():
             if fault.startswith((f"{shown_path(path)}:", f"{shown_path(path)}.")):
@@ -66,7 +69,7 @@ class Source:
         return f"{self._file_of(path)}: {named}{fault[len(shown) :]}"
 
     def _file_of(self, path: KeyPath) -> str:
-        """The file and the line of a value, or of its section."""
+        """Return the file and line of a value, or of the section around it."""
         while path and not _holds(self.document, path):
             path = path[:-1]
         place = self.place_of(path) if path else None
@@ -76,7 +79,7 @@ class Source:
         return self.name + place.removeprefix(name)
 
     def _with_ids(self, path: KeyPath) -> str:
-        """The path, with the id of the last list item after its index."""
+        """Return the path as text, with the id of the innermost list item behind its index."""
         parts = [str(part) for part in path]
         for depth in range(len(path), 0, -1):
             if isinstance(path[depth - 1], int):
@@ -88,8 +91,8 @@ class Source:
 
 
 def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
-    """Read a YAML file; with an environment, `${NAME}` and `${NAME:-default}` in its values are
-    replaced.
+    """Read a YAML file. With an environment, variables replace `${NAME}` and `${NAME:-default}` in
+    values.
 
     Raises:
         ConfigError: unreadable, not YAML, or an unset variable.
@@ -105,16 +108,18 @@ def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
 
 
 def lay_over(source: Source, below: Source) -> None:
-    """Add values that only `below` has to a document: sections are merged, lists are not."""
+    """Add the values of `below` that `source` lacks: sections are merged, lists are not."""
     if source.document is not None and not isinstance(source.document, Mapping):
-        return  # The document has a fault, which its check finds.
+        return  # Not a mapping: the check of the document reports that.
     source.document = merged(below.document, source.document)
     source.places = {**below.places, **source.places}
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Merge two documents: sections are merged, lists are not."""
-    if isinstance(below, Mapping) and above is None:  # A section without keys.
+    """Return `above` with the values of `below` that it lacks: sections are merged, lists
+    are not.
+    """
+    if isinstance(below, Mapping) and above is None:  # A section without keys is null in YAML.
         return below
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
@@ -122,7 +127,7 @@ def merged(below: Any, above: Any) -> Any:
 
 
 def leaves(document: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value except sections and lists of sections, with its path."""
+    """Yield path and value of everything but sections and lists of sections."""
     if isinstance(document, Mapping) and document:
         for key, value in document.items():
             yield from leaves(value, (*above, key))
@@ -158,7 +163,8 @@ class _Walk:
         self._seen: set[int] = set()
 
     def visit(self, node: yaml.Node, path: KeyPath) -> None:
-        # An alias. A small document of nested aliases can have countless paths.
+        # Visited before, through an alias: a small document of nested aliases can have countless
+        # paths.
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
@@ -185,13 +191,14 @@ class _Walk:
             return
         if names:
             self.places[path] += f", {', '.join(names)}"
-        if not node.style:  # Unquoted: `port: ${PORT}` is a number.
+        # An unquoted value gets the type of its replacement: `port: ${PORT}` is a number.
+        if not node.style:
             implicit = (True, False)
             node.tag = self._loader.resolve(yaml.ScalarNode, node.value, implicit)  # type: ignore[no-untyped-call]  # yaml has no types here.
 
 
 def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -> str:
-    """Replacement of a `${...}`, whose name is added to `names`."""
+    """Return the replacement of a `${...}`, and add the variable's name to `names`."""
     if found[0].startswith("$$"):
         return found[0][1:]
     name, given, default = found[1].partition(":-")
@@ -210,12 +217,12 @@ def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -
 
 
 def _holds(document: Any, path: KeyPath) -> bool:
-    """The document has a value at the path."""
+    """Return whether the document has a value at the path."""
     return not path or _at(document, path, _NOWHERE) is not _NOWHERE
 
 
 def _at(document: Any, path: KeyPath, otherwise: Any = None) -> Any:
-    """Value at a path."""
+    """Return the value at a path; without a value, `otherwise`."""
     for part in path:
         match document, part:
             case dict(), str() if part in document:

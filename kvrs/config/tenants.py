@@ -26,14 +26,18 @@ KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class TenantSettings(Settings):
     """Keys and limit of one tenant. Each proxy counts streams itself; null: no limit."""
 
-    # SHA-256 of each of the tenant's keys, in hexadecimal; several, so that a key can be replaced.
+    # SHA-256 of each API key of the tenant, in hexadecimal. Two keys can be valid at a time, so
+    # that clients can change from one to the other.
     keys: list[KeyHash] = Field(min_length=1, max_length=64)
     enabled: bool = True  # Requests of a disabled tenant get 403.
-    streams: int | None = Field(default=None, ge=1)  # Most open streams; each choice is a stream.
+    # Most streams open at a time; each choice is a stream.
+    streams: int | None = Field(default=None, ge=1)
 
 
 def key_hash(key: bytes) -> bytes:
-    """Stored form of an API key. Keys are long and random, so a slow hash adds nothing."""
+    """Hash an API key as it is stored. Keys are long and random, so a slow hash would add
+    nothing.
+    """
     return sha256(key).digest()
 
 
@@ -44,14 +48,14 @@ def check_name(name: object) -> None:
 
 
 def has_keys(security: SecuritySettings, environ: Mapping[str, str]) -> bool:
-    """Clients need a key."""
+    """Return whether clients need an API key."""
     return security.key_file is not None or KEYS_ENV_NAME in environ
 
 
 def read_tenants(
     security: SecuritySettings, environ: Mapping[str, str]
 ) -> dict[str, TenantSettings] | None:
-    """Read the tenants by name; None: no keys are configured, and clients need none.
+    """Read the tenants by name; None: no keys are configured, so clients need none.
 
     Raises:
         ConfigError: an unreadable document, a document with faults, or one that other users can

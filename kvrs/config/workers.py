@@ -14,16 +14,18 @@ from kvrs.config.proxy import PeerSettings
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """Number of a worker, and the ports kept for all workers."""
+    """Number of a worker, and the ports that the proxy has chosen for it and for all its
+    workers.
+    """
 
     worker: int
     port: int  # The client port, which all workers share.
     admin_port: int
-    peer_ports: list[int]  # Peer ports of all workers.
+    peer_ports: list[int]  # Peer port of each worker, by number.
 
 
 def worker_config(config: Config, plan: WorkerPlan) -> Config:
-    """The configuration of one worker."""
+    """Derive the configuration of one worker from that of its proxy."""
     proxy, count, worker = config.proxy, config.proxy.workers, plan.worker
     workers = (
         PeerSettings(id=name, host=proxy.peer_host, peer_port=at)
@@ -48,7 +50,8 @@ def worker_config(config: Config, plan: WorkerPlan) -> Config:
     )
     policy = config.policy
     if not config.agents_run:
-        # Nothing arbitrates between the workers, so each has a share of a target's slots.
+        # Each worker gets an equal part of a target's slots, since without agents nothing
+        # arbitrates between workers.
         policy = policy.model_copy(update={"slots_max": policy.slots_max // count})
     return config.model_copy(update={"proxy": own, "policy": policy})
 
@@ -59,7 +62,8 @@ def _event_log(path: str, worker: int) -> str:
 
 
 def with_proxy(config: Config, asked: Mapping[str, int | str | None]) -> Config:
-    """The configuration with the proxy's settings from the command line; None: as in the file.
+    """Return the configuration with the settings of section `proxy` from the command line; None: as
+    in the file.
 
     Raises:
         ConfigError: the settings do not fit the configuration.
