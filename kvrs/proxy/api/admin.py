@@ -45,7 +45,8 @@ Describe = Callable[[Driver, GossipView, dict[str, Any], float], dict[str, Any]]
 UI = "/ui"
 _LONGEST_DRAIN_S = 86_400.0
 _RANK = "/kvrs/v1/leave/{id}/{rank}"
-# The page contains no data: it fetches them with the typed token, and loads nothing else.
+# The page itself contains no data: it fetches all data with the token that the operator types, and
+# loads nothing else.
 _UI_HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
@@ -83,7 +84,7 @@ class Admin:
         """`proxy` returns the proxy's own row of the state; `reloaded` is called after each reload
         through this port.
         """
-        # One of these tokens is required; empty: no token is required.
+        # Accepted tokens, of which a request must have one; empty: no token is required.
         self._tokens = read_admin_tokens(reloads.config.security, os.environ)
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._driver = driver
@@ -154,7 +155,9 @@ class Admin:
             return answer({"error": what | {"param": None, "code": None}}, 400)
 
     async def _drain(self, request: Request) -> Response:
-        """Drain an instance: it gets no new streams; present ones may end within `?drain_s=`."""
+        """Drain an instance: it gets no new streams, and the streams that run there may end within
+        the seconds of `?drain_s=`.
+        """
         default_s = self._reloads.config.cluster.drain_s
         drain_s = _drain_s(request, default_s)
         return await self._order(DrainOrder(InstanceId(request.parameters["id"]), drain_s))
@@ -168,7 +171,9 @@ class Admin:
         return answer({"instance": order.instance, "drain_s": order.drain_s})
 
     async def _order_rank(self, request: Request, *, leaves: bool) -> Response:
-        """Order a rank to pass its work to its instance's other ranks and end, or to return."""
+        """Order a rank to pass its work to its instance's other ranks and end (`leaves`), or to
+        return.
+        """
         name, given = InstanceId(request.parameters["id"]), request.parameters["rank"]
         if not re.fullmatch("[0-9]{1,9}", given, re.ASCII):
             raise RequestError(f"rank: got {given!r:.80}; allowed: its number", param="rank")
@@ -195,7 +200,9 @@ class Admin:
 
 
 def _drain_s(request: Request, default_s: float) -> float:
-    """Value of `?drain_s=`. Raises RequestError: not a time."""
+    """Return the seconds of `?drain_s=`, by default `default_s`. Raises
+    RequestError: not a time.
+    """
     given = request.query.get("drain_s", str(default_s))
     try:
         drain_s = float(given)

@@ -49,10 +49,11 @@ from kvrs.proxy.wire.requests import (
     salted,
 )
 
-# Highest value of each header, in seconds, equal to the configuration's bounds.
+# Highest value in seconds of each header with a deadline, as in section `slo`.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?", re.ASCII)
-# Response headers; X-Kvrs-Inexact has the reasons.
+# Response headers: X-Kvrs-Exact is "no" if a stream may be inexact after a cut, X-Kvrs-Inexact has
+# the reasons.
 _EXACT, _INEXACT = "X-Kvrs-Exact", "X-Kvrs-Inexact"
 _NO_HEADERS: Mapping[str, str] = {}
 _OWN_NAME = ServedName("")
@@ -61,25 +62,28 @@ Parsed = TypeVar("Parsed")
 
 
 class ClientCall(msgspec.Struct, eq=False):
-    """A client's request, with the results of the steps, which its response needs."""
+    """A client's request with the results of the admission's steps, which the response needs."""
 
     request: Request
     tenant: Tenant
     held: RequestUsage
-    body: bytes = b""  # Body, until it is parsed.
+    body: bytes = b""  # Body of the request, until it is parsed.
     parsed: ParsedRequest = cast(ParsedRequest, None)  # Parsed request, once the body is read.
-    # The field that requires one engine for the whole request; None: a stream.
+    # Field for which one engine must answer the whole request; None: streams answer it.
     whole: str | None = None
     resume: ResumeRequest | None = None
-    found: Record | None = None  # Record of the stream to be resumed; None: a new stream.
+    # Record of the stream that the request resumes; None: a new stream.
+    found: Record | None = None
     name: ServedName = _OWN_NAME
-    inexact: tuple[str, ...] = ()  # Fields that could not be continued exactly.
-    # A missing tokenizer is the cause if the prompt's text is inexact.
+    inexact: tuple[str, ...] = ()  # Features of the request that would be inexact after a cut.
+    # The prompt's text is inexact only because the proxy has no tokenizer.
     lacks_tokenizer: bool = False
-    replayed: tuple[str, ...] = ()  # Copied to `Journal`, like `replays`.
+    # Features that only a replay continues exactly; copied to `Journal`, like `replays`.
+    replayed: tuple[str, ...] = ()
     replays: Replays = Replays.NOWHERE
     deadlines: ev.Deadlines = ev.NO_DEADLINES
-    echoes: Sequence[str | None] = ()  # Prompt to send before the output, for each journal.
+    # Prompts to send before the output, one for each journal; empty: no echo.
+    echoes: Sequence[str | None] = ()
     journals: list[Journal] = []
     # Writer of the stream; None: the client did not ask for a stream.
     client: SseClient | None = None
@@ -90,8 +94,8 @@ class ClientCall(msgspec.Struct, eq=False):
 
 
 def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[str, str]:
-    """Extra headers of the response that is about to begin. Their promises about its streams hold
-    from now on.
+    """Return the extra headers of the response that is about to begin. Their promises of exactness
+    hold from now on.
     """
     names: dict[str, None] = {}
     for journal in journals:
@@ -107,7 +111,7 @@ def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[st
 
 
 class Admissions:
-    """The steps, and the objects they consult. `draining`: no new streams are admitted."""
+    """Admits clients' requests, step by step. `draining`: no new streams are admitted."""
 
     def __init__(
         self,
@@ -135,8 +139,9 @@ class Admissions:
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
 
     def begin(self, request: Request) -> ClientCall:
-        """Begin a request, whose tenant is known. It holds nothing before its first step;
-        `held.end`, or the end of `with call.held`, releases what it holds.
+        """Begin the admission of a request whose tenant is known. Before the first step the request
+        holds no bytes and streams; `held.end`, or the end of `with call.held`, returns what it
+        holds.
         """
         tenant: Tenant = request.tenant
         held = RequestUsage(self._budget, tenant.meter)
@@ -145,8 +150,8 @@ class Admissions:
     async def admit(
         self, call: ClientCall, read: Callable[..., ParsedRequest] | None = None
     ) -> None:
-        """Take a stream's request through all steps, in order. `read` parses its body; None:
-        already parsed.
+        """Take a stream's request through all steps, in order. `read` parses the request's body;
+        None: it is parsed already.
 
         Raises:
             RequestError: a step refuses it.
@@ -199,11 +204,9 @@ class Admissions:
         if read is not None:
             request.headers = NO_HEADERS
 
-    # The steps, in order.
-
     def _check_room(self, choices: int, resumes: bool) -> None:
-        """Check for room. A stream that no other proxy can resume is admitted even while this proxy
-        shuts down.
+        """Check that there is room for `choices` more streams. A resumed stream that no other proxy
+        can take is admitted even while this proxy shuts down.
         """
         open_streams, allowed = len(self._streams), self._settings.max_streams
         if open_streams + choices > allowed:
@@ -215,12 +218,13 @@ class Admissions:
         """Read a request's body, if there is room for it."""
         request = call.request
         self._check_room(1, KEY in request.headers)
-        # A body with too many bytes is not read at all.
+        # A body with too many bytes is refused before it is read.
         self._max_elements(request.content_length or 0)
         call.body = await read_body(request, call.held)
 
     def _max_elements(self, size_bytes: int) -> int:
-        """Most elements that a body may have for the served model.
+        """Return the most JSON elements that a body may have: as many as the model's longest
+        prompt.
 
         Raises:
             RequestError: more bytes than the longest prompt has.
@@ -229,7 +233,7 @@ class Admissions:
         if served is None:
             return MAX_ELEMENTS
         longest_token = self._driver.tokenizer.longest_token
-        # vLLM's models may accept pictures, which are not text.
+        # vLLM's models may accept pictures, whose bytes are not limited by a number of tokens.
         if longest_token is not None and self._backend != VLLM:
             most = bytes_within(served, longest_token)
             if size_bytes > most:
@@ -253,7 +257,7 @@ class Admissions:
         )
 
     async def _admit_unusual(self, call: ClientCall) -> None:
-        """Take an unusual request through its steps."""
+        """Take a request through the steps that usual requests do not need."""
         parsed, tenant, name = call.parsed, call.tenant, call.name
         if tenant.secret is not None or name.parent is not None:
             call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
@@ -267,11 +271,13 @@ class Admissions:
             self._take_streams(call, streams)
         if call.resume is not None:
             call.found = await self._mirror.find(call.resume)
-            # Check again, since the steps took a while.
+            # Check the room again: other streams may have opened during the steps.
             self._check_room(streams, call.found is not None)
 
     async def _check_exactness(self, call: ClientCall) -> None:
-        """Find features of the request that the instances in use could not continue exactly."""
+        """Note in `call` the features of the request that the instances in use could not continue
+        exactly.
+        """
         plain, (least, continues) = self._instances.plain, self._self_tests.least
         comparison, parsed = self._self_tests.comparison, call.parsed
         if plain is None and continues is Continues.SEEDED and not comparison.sampled_ties:
@@ -310,7 +316,7 @@ class Admissions:
             )
 
     async def _find_echoes(self, call: ClientCall) -> None:
-        """Find prompts to send before the output."""
+        """Find the prompts that the client gets before the output (`echo`)."""
         call.echoes = [
             await self._echo(one) for one in call.parsed.prompts for _ in range(one.request.n)
         ]
@@ -318,7 +324,7 @@ class Admissions:
     async def _echo(self, parsed: ParsedRequest) -> str:
         assert isinstance(parsed.request, CompletionRequest)
         if self._backend == VLLM and parsed.request.return_token_ids:
-            return ""  # Like vLLM: the prompt's ids replace its text.
+            return ""  # Like vLLM: a client that wants ids gets the prompt as ids, not as text.
         if isinstance(parsed.request.prompt, str):
             return parsed.request.prompt
         try:
@@ -337,7 +343,8 @@ class Admissions:
     def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
         journal = reopened(record, parsed, self._clock())
         journal.is_strict = self._settings.inexact is Inexact.REFUSE
-        # The instance that began the output is not known here.
+        # The instance that began the output is not known here, so a difference between any
+        # instances counts.
         comparison, is_drawn = self._self_tests.comparison, parsed.request.temperature > 0
         may_differ = comparison.has_other_weights or comparison.has_ties(sampled=is_drawn)
         if may_differ and "tokens" not in journal.inexact:
@@ -387,7 +394,7 @@ class Admissions:
             call.merger = Merger()
 
     async def _find_prefixes(self, call: ClientCall) -> None:
-        """Hash a large request's prompts beside the event loop, if hashes are needed."""
+        """Hash a large request's prompts beside the event loop, if the core needs hashes."""
         if not self._driver.control.policy.routes_by_prefix:
             return
         for journal in call.journals:
@@ -420,7 +427,9 @@ def check_whole(call: ClientCall) -> None:
 
 
 def whole_fields(parsed: ParsedRequest) -> Fields:
-    """Fields for the engine that answers the whole request."""
+    """Return the fields for the engine that answers the whole request, with all prompts in one
+    list.
+    """
     fields = dict(parsed.fields)
     if "messages" in fields:
         return fields
@@ -433,7 +442,8 @@ def whole_fields(parsed: ParsedRequest) -> Fields:
 
 
 def find_model(instances: Instances, model: str | None) -> ServedName:
-    """Find the model that a request names; before an instance is up, any name is accepted.
+    """Return the model or adapter that a request names; before an instance is up, any name is
+    accepted.
 
     Raises:
         RequestError: no instance serves this name.
@@ -456,8 +466,8 @@ def find_model(instances: Instances, model: str | None) -> ServedName:
 
 
 def deadlines_of(headers: CIMultiDictProxy[str]) -> ev.Deadlines:
-    """Deadlines in the headers, which replace section `slo` of the configuration: the OpenAI API
-    has no fields for them.
+    """Return the deadlines in the headers, which replace section `slo` of the configuration: the
+    OpenAI API has no fields for them.
 
     Raises:
         RequestError: a header is not a number of seconds, or out of range.
@@ -481,5 +491,5 @@ def _seconds(headers: CIMultiDictProxy[str], name: str) -> float:
 
 
 def _wrapped(seed: int) -> int:
-    """Wrap a seed to 64 bits."""
+    """Return the seed modulo 2^64, as a signed number."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

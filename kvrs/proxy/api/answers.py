@@ -24,7 +24,8 @@ def refusal(failure: Failed) -> Response:
     if failure.retry_after_s is not None:
         headers = {"Retry-After": retry_after(failure.retry_after_s)}
     elif failure.rejected and failure.status >= 500:
-        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would repeat a 5xx.
+        # OpenAI's clients would repeat the request after a 5xx without this header.
+        headers = {"X-Should-Retry": "false"}
     return json_response(failure.body, failure.status, headers)
 
 
@@ -39,7 +40,7 @@ def error_response(error: RequestError) -> Response:
 
 
 def bug_response() -> Response:
-    """Response to a request that ended by the exception being handled."""
+    """Make the response to a request that ended by the exception being handled."""
     log.exception("request ended by a bug")
     return json_response(
         error_body("the proxy failed; its log says more", kind="server_error"), 500

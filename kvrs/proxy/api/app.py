@@ -33,7 +33,7 @@ class ClientApi:
         tenants: Tenants,
         large: LargeWork,
     ) -> None:
-        self.leaving = False  # The proxy is no longer ready, but serves on.
+        self.leaving = False  # The proxy reports that it is not ready, but serves on.
         self._backend = backend
         self._driver = driver
         self.admissions = admissions = Admissions(

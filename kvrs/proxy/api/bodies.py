@@ -16,10 +16,10 @@ from kvrs.net.http_request import Body
 from kvrs.net.routes import Request
 from kvrs.proxy.wire.requests import RequestUsage
 
-# Pause after which a client's body is cut off.
+# Longest pause within a client's body, after which the body is cut off.
 BODY_TIMEOUT_S = 10.0
 STEP_BYTES = 64 << 10
-STEP_PAUSES = 30  # Time for a step, in longest pauses.
+STEP_PAUSES = 30  # Longest time for STEP_BYTES of a body, as a multiple of the longest pause.
 
 
 @dataclass(slots=True, eq=False)
@@ -31,15 +31,18 @@ class _Reading:
     held: RequestUsage
     timeout: asyncio.Timeout
     pause_s: float
-    step_s: float  # Time of the start or the last step.
-    step_bytes: int = 0  # Received bytes at that time.
+    step_s: float  # Time of the body's start, or of its last STEP_BYTES.
+    step_bytes: int = 0  # Number of bytes received at `step_s`.
 
     def check(self) -> None:
-        """Check the received part. Raises RequestError: too long, or no room."""
+        """Check the part that was received, and extend the body's time limit. Raises RequestError:
+        too long, or no room.
+        """
         received_bytes, now_s = self.body.received_bytes, asyncio.get_running_loop().time()
         self.held.take(received_bytes)
         if received_bytes - self.step_bytes >= STEP_BYTES:
-            # The limits of connections count it as idle since its last step.
+            # For the port's limits on idle connections, this connection is idle since the body's
+            # last step.
             self.request.connection.idle_since_s = self.step_s = now_s
             self.step_bytes = received_bytes
         due_s = self.step_s + STEP_PAUSES * self.pause_s

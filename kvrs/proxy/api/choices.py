@@ -1,4 +1,6 @@
-"""Several choices in one response: separate streams that share a connection and a head."""
+"""Several choices in one response: each is a stream of its own, and all share a connection and a
+head.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,14 +14,16 @@ from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, cut_list, number_choice
 
 
 class Merger:
-    """The head that all choices of a response share, taken from the first event."""
+    """Holds the head that all choices of a response share, taken from the first event."""
 
     def __init__(self) -> None:
         self.head: bytes | None = None
 
 
 class ChoiceClient:
-    """Writes a choice to the common response under its own index, after the prompt if echoed."""
+    """Writes a choice to the common response under its own index, after the prompt if that is
+    echoed.
+    """
 
     direct = None
     take_token = None
@@ -49,7 +53,7 @@ class ChoiceClient:
             self._merger.head + number_choice(event[len(head) :], self._index) for event in events
         ]
         if self._echo is not None:
-            # The first event has the prompt's ids.
+            # The event of the echo, which comes first, has the prompt's ids.
             merged[0] = cut_list(merged[0], PROMPT_TOKEN_IDS)
             merged.insert(0, self._echoed(self._merger.head, self._echo))
             self._echo = None

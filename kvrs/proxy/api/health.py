@@ -18,7 +18,7 @@ def add_health(routes: Routes, backend: str, driver: Driver, draining: Callable[
     instances = driver.control.instances
 
     async def version(_: Request) -> Response:
-        """Version of the engine."""
+        """Return the version of the engine."""
         found: str | None = __version__
         if backend in (VLLM, SGLANG):
             of_each = (driver.backends[one.id].engine_version for one in instances.present())
@@ -36,11 +36,11 @@ def add_health(routes: Routes, backend: str, driver: Driver, draining: Callable[
         return _text(readiness(instances), 200 if instances.ready() else 503)
 
     async def health(_: Request) -> Response:
-        """Answer like `readyz`, without a text."""
+        """Answer with the status of `readyz`, without a text, like vLLM."""
         return _text("", 200 if instances.ready() and not draining() else 503)
 
     async def load(_: Request) -> Response:
-        """Open streams."""
+        """Return the number of open streams, like vLLM."""
         return json_response(msgspec.json.encode({"server_load": len(driver.streams)}))
 
     routes.add("GET", "/healthz", healthz)
@@ -55,7 +55,7 @@ def _text(text: str, status: int = 200) -> Response:
 
 
 def readiness(instances: Instances) -> str:
-    """The text of /readyz."""
+    """Return the text of /readyz: whether the proxy is ready, and which instances are missing."""
     if not instances.ready():
         return _unready(instances)
     if missing_roles(instances):
@@ -69,8 +69,8 @@ def _missing(instances: Instances) -> str:
 
 
 def _unready(instances: Instances) -> str:
-    """Cause of unreadiness. A cause for the operator comes first: a refused instance does not come
-    up by itself.
+    """Return the causes of unreadiness: no instance that is up, then each refused instance, which
+    does not come up by itself.
     """
     refused = [
         f"{known.id}: {known.reason}\n"

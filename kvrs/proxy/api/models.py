@@ -15,7 +15,7 @@ from kvrs.proxy.api.answers import json_response
 
 def _described(instances: Instances, model: ServedName, created: int) -> dict[str, Any]:
     found = {"id": model.name, "object": "model", "created": created, "owned_by": "kvrs"}
-    # Like vLLM: clients fit their requests to the length.
+    # Like vLLM, the answer has the longest length, to which clients fit their requests.
     if instances.max_model_len is not None:
         found["max_model_len"] = instances.max_model_len
     if model.parent is not None:

@@ -33,9 +33,10 @@ log = logging.getLogger("kvrs.access")
 
 CLIENT_GONE = 499
 _CODES = {*map(int, HTTPStatus), CLIENT_GONE}
-# Characters that need no quotes in a header and in a log.
+# Matches an id of a request that needs no quotes in a header and in a log.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
-# W3C Trace Context, level 1: version, trace and span, both other than 0, and flags.
+# Matches a `traceparent` of W3C Trace Context, level 1: version, trace and span, both other than 0,
+# and flags.
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
@@ -90,7 +91,8 @@ class RequestObserver:
         if self._tracer is not None:
             self._tracer.begin(context, request.method)
         CURRENT.set(context)
-        request.id = context.id  # Responses that write their head themselves need the id.
+        # Responses that write their head themselves take the id from the request.
+        request.id = context.id
         began_s, status, tenant = self._clock(), CLIENT_GONE, self._tenants.only
         try:
             try:
@@ -102,7 +104,8 @@ class RequestObserver:
             except RequestError as error:
                 response = error_response(error)
             except Exception:
-                # After the headers, only the end of the connection can signal an internal error.
+                # After the headers, only the end of the connection can tell the client of an
+                # internal error.
                 if request.is_begun:
                     raise
                 response = bug_response()
@@ -164,5 +167,7 @@ class RequestObserver:
 
 
 def _code(status: int) -> str:
-    """Status as a label: an engine may refuse with any number."""
+    """Return the status as a label. Unknown numbers, with which an engine may refuse, become 4xx or
+    5xx.
+    """
     return str(status) if status in _CODES else f"{status // 100}xx"

@@ -17,7 +17,7 @@ _OF_RECOVERY = (
 
 
 def overview(state: State, policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the overview of a state of `/kvrs/v1/state`."""
+    """Make the overview of the state that `/kvrs/v1/state` returns."""
     streams: Sequence[State] = state["streams"]
     return {
         "proxies": [
@@ -45,7 +45,7 @@ def overview(state: State, policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(row: State, table: Table) -> dict[str, Any]:
-    """A process with the facts of its table, as text."""
+    """Make the row of a process: its health, and the facts of its table as text."""
     health, reason = row["health"], row.get("reason")
     state = row.get("state")
     if row.get("draining"):
@@ -64,7 +64,9 @@ def _shown(row: State, table: Table) -> dict[str, Any]:
 
 
 def _restart(row: State) -> str:
-    """Reason why a process is not up, preferably by its own report rather than its absence."""
+    """Describe the restart of an instance that is not up: the instance that it helps meanwhile,
+    when its model is loaded, and what it skipped.
+    """
     ready_in_s, skipped = row.get("ready_in_s"), row.get("skipped")
     parts = ["it is being started again"]
     parts += [f"drafts for {row['paired_with']}"] if row.get("paired_with") else []
@@ -73,7 +75,9 @@ def _restart(row: State) -> str:
 
 
 def _notes(row: State) -> Iterator[str]:
-    """Stages of an instance, if a stage is borrowed, and the pages it lends."""
+    """Yield notes on an instance: its stages, if a stage is borrowed, and the pages
+    that it lends.
+    """
     if any(each["donor"] for each in row["stages"]):
         places = (f"{each['stage']} at {each['node']}{_donor(each)}" for each in row["stages"])
         yield f"stages {', '.join(places)}"
@@ -92,7 +96,7 @@ def _recovery(row: State) -> dict[str, Any]:
 
 
 def _restorable(streams: Sequence[State]) -> dict[str, Any]:
-    """Number of streams whose pages an agent keeps, in total and by agent."""
+    """Count the streams whose pages an agent keeps, in total and by agent."""
     by_agent: Counter[str] = Counter()
     for row in streams:
         by_agent.update(agent for agent, pages in row["protected"].items() if pages)

@@ -31,7 +31,8 @@ from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-# The only open endpoints: by vLLM's others a client could stop an instance, or load into it.
+# All paths that are passed on: with others of vLLM a client could stop an instance, or load
+# adapters.
 PATHS = (
     *(TOKENIZE, DETOKENIZE, "/v1/messages/count_tokens", "/v1/embeddings", "/pooling"),
     *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
@@ -77,7 +78,7 @@ _MODEL = msgspec.json.Decoder(str | None)
 
 
 class Passed:
-    """Routes of the endpoints without streams."""
+    """Serves the endpoints without streams."""
 
     def __init__(
         self, admissions: Admissions, backend: str, driver: Driver, large: LargeWork
@@ -100,7 +101,7 @@ class Passed:
             return await self._answer(path, call.body)
 
     async def _answer(self, path: str, body: bytes) -> Response:
-        """Answer a request with this body.
+        """Answer a request for `path` with this body.
 
         Raises:
             RequestError: a wrong body, or an endpoint that no engine here has.
@@ -119,8 +120,6 @@ class Passed:
             "allowed: an engine of vLLM",
             status=404,
         )
-
-    # Answers of the proxy's tokenizer.
 
     async def _tokenize(self, fields: Fields) -> Response:
         _check_known(fields, TokenizeRequest)
@@ -153,10 +152,10 @@ class Passed:
         except ConfigError as error:
             raise RequestError(f"there is no tokenizer: {error}", status=404) from None
 
-    # Answers of an instance.
-
     async def ask(self, path: str, fields: Fields, key: str) -> Response:
-        """Ask instances that serve the name of this key, least loaded first, until one answers."""
+        """Ask the instances that serve the model or adapter of this key, least loaded first, until
+        one answers.
+        """
         limit_s = self._driver.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -198,7 +197,7 @@ class Passed:
         context, progress = CURRENT.get(), self._control.progress
         headers = "" if context is None else context_headers(context, context.id)
         call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
-        # The duration is unknown: embeddings of a batch, or beams, may take minutes.
+        # No prediction limits the time: embeddings of a batch, or beams, may take minutes.
         with Watchdog(lambda heard_s, _: progress.answer_s(name, heard_s)):
             return await self._driver.backends[name].ask(call)
 
@@ -207,7 +206,7 @@ _NO_INSTANCE = error_body("no instance is up", kind="server_error", code="no_ins
 
 
 def _fields(body: bytes) -> Fields:
-    """The fields of a body without nulls; the engine checks them."""
+    """Return the fields of a body without nulls; the engine checks the values."""
     if body.lstrip().startswith(b"{"):
         check_structure(body)
     given = decode_as(_FIELDS, body)
@@ -218,7 +217,9 @@ def _fields(body: bytes) -> Fields:
 
 
 def _check_known(fields: Fields, kind: type[msgspec.Struct]) -> None:
-    """Check fields. Raises RequestError: the proxy's tokenizer does not know a field."""
+    """Check the names of the fields. Raises RequestError: the proxy's tokenizer does not know a
+    field.
+    """
     known = kind.__struct_fields__
     if unknown := [name for name in fields if name not in known]:
         raise UnknownFieldError(unknown[0], known)

@@ -1,4 +1,6 @@
-"""Readers of a response while its stream runs: none, or a client that gets its events."""
+"""The client of a response's stream, and the reader that gets the response's events from it, if
+any.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,7 +14,9 @@ from kvrs.proxy.streams.open_stream import Outcome
 
 
 class ResponseReader:
-    """A client that reads the events of a response."""
+    """Sends the events of a response, made from those of its stream, to a client
+    that reads them.
+    """
 
     def __init__(self, sse: SseClient, translator: Translator, after: int) -> None:
         self.sse = sse
@@ -39,14 +43,16 @@ class ResponseReader:
 
 
 class ResponseClient:
-    """The client of a response's stream, with at most one reader."""
+    """Takes the events of a response's stream, and gives them to its reader, of which there is at
+    most one.
+    """
 
     direct = None
     take_token = None
 
     def __init__(self) -> None:
         self.reader: ResponseReader | None = None
-        self.stays = False  # The stream continues without a reader.
+        self.stays = False  # The stream continues when its reader has left.
 
     @property
     def blocked(self) -> bool:

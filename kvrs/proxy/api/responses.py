@@ -47,8 +47,8 @@ from kvrs.proxy.streams.open_stream import Failed, Outcome
 from kvrs.proxy.wire.requests import CHAT, read
 
 _FLUSH_TIMEOUT_S = 1.0
-# Delay after which a stream without a first token begins, so that its client has the id; earlier
-# errors have a status.
+# Delay after which a streamed response begins even without a first token, so that its client has
+# the id. Errors before that have an HTTP status.
 _BEGIN_AFTER_S = 1.0
 _CONFLICT = "resume_conflict"
 _TRIES = 3
@@ -58,7 +58,7 @@ _TRANSIENT_CODES = ("shutting_down", "handed_over", "superseded")
 
 
 class BegunResponse(msgspec.Struct, frozen=True):
-    """The new or found response that `_run` begins with."""
+    """A response that `_run` begins, new or from a record, and its decoded request."""
 
     stored: Stored
     asked: ResponseRequest
@@ -68,7 +68,7 @@ Enter = Callable[[ClientCall], Awaitable[BegunResponse]]
 
 
 class ResponsesApi:
-    """The routes of the Responses API."""
+    """Serves the routes of the Responses API."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class ResponsesApi:
         self._driver = driver
         self._mirror = mirror
         self._tenants = tenants
-        self._running: dict[str, RunningResponse] = {}  # Running responses by key of the record.
+        # Responses whose streams run here, by key of the record.
+        self._running: dict[str, RunningResponse] = {}
         self._tasks: set[asyncio.Task[Outcome]] = set()
 
     def add_to(self, routes: Routes) -> None:
@@ -97,8 +98,6 @@ class ResponsesApi:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    # Methods for requests.
 
     async def _create(self, request: Request) -> Response:
         if KEY in request.headers:
@@ -147,7 +146,7 @@ class ResponsesApi:
             except RequestError as error:
                 if error.code != _CONFLICT:
                     raise
-            # The stream was just granted, and is not granted again for a moment.
+            # The stream was granted just now, and no further claim is granted for CLAIM_S.
             await asyncio.sleep(CLAIM_S)
         return await self._start(request, partial(self._again, request, record))
 
@@ -190,8 +189,6 @@ class ResponsesApi:
             raise _unknown(name)
         return found
 
-    # Methods for streams.
-
     async def _start(self, request: Request, enter: Enter) -> RunningResponse:
         """Start a response in a task of its own, and wait until its record is at a mirror."""
         started: asyncio.Future[RunningResponse] = asyncio.get_running_loop().create_future()
@@ -205,7 +202,7 @@ class ResponsesApi:
             task.cancel()
             raise
         if not started.done():
-            task.result()  # Raises the task's error.
+            task.result()  # This raises the task's error.
         return started.result()
 
     async def _run(
@@ -257,7 +254,9 @@ class ResponsesApi:
         return outcome
 
     async def _stream(self, request: Request, running: RunningResponse, after: int) -> Response:
-        """Send all present and future events behind a position."""
+        """Send all events after number `after`, present and future, until the response ends or
+        another client reads it.
+        """
         sse = SseClient(request, dict)
         reader = ResponseReader(sse, self._translator(running.stored, running.asked), after)
         client, keyed, task = running.client, running.keyed, running.task
@@ -293,7 +292,9 @@ class ResponsesApi:
                 client.reader = None
 
     async def _stored(self, request: Request, found: StoredRecord, after: int | None) -> Response:
-        """Respond from a record alone; `after`: position from which its events are streamed."""
+        """Respond from a record alone: with the response, or with its events after
+        number `after`.
+        """
         record = found.record
         if after is None:
             return self._answer(record)
@@ -305,8 +306,6 @@ class ResponsesApi:
             return await reader.end(_tokens(record))
         except ClientGoneError:
             return _left(sse)
-
-    # Methods that start responses.
 
     async def _new(self, request: Request, call: ClientCall) -> BegunResponse:
         await self._admissions.read_body(call)
@@ -321,7 +320,7 @@ class ResponsesApi:
         stored = Stored.decode(record.header.request)
         asked = await self._parse(call, stored.body)
         resume = self._resume(request, stored.id, record.header.request)
-        # Resume exactly the stream that the client knows.
+        # Resume exactly the stream that the client knows, not a later stream of the same key.
         call.resume = replace(resume, stream=record.stream)
         await self._admissions.admit(call)
         return BegunResponse(stored, asked)
@@ -339,14 +338,12 @@ class ResponsesApi:
         digest = blake2b(f"{PATH}\0{name}".encode(), digest_size=32).digest()
         return ResumeRequest(keys, digest, tenant=secret.mark, request=kept)
 
-    # Methods for forms of a response.
-
     def _translator(self, stored: Stored, asked: ResponseRequest) -> Translator:
         served = self._driver.control.instances.model
         return Translator(stored, asked, str(asked.fields.get("model") or served or ""))
 
     def _answer(self, record: Record) -> Response:
-        """The present state of a response."""
+        """Return the response as its record has it now."""
         stored = Stored.decode(record.header.request)
         translator = self._translator(stored, _asked(stored))
         for event in record.events:

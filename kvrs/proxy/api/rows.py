@@ -15,21 +15,21 @@ from kvrs.gossip.wire import Status
 from kvrs.protocol.instance import PREFIX
 from kvrs.protocol.page_messages import TrafficClass
 
-Labels = tuple[str, ...]  # Values of a row's own labels.
+Labels = tuple[str, ...]  # Values of a row's labels.
 State = Mapping[str, Any]  # Plain data: the whole state, or the row of an instance or an agent.
 
 KV_KINDS = (*(traffic.label for traffic in TrafficClass), PREFIX)
 
 
 class Row(NamedTuple):
-    """A fact under its name in `/metrics`, if it has a help text. A fact without a value is not
-    shown.
+    """A fact of an instance, an agent or the proxy. With a help text it is also a series in
+    `/metrics`, under its name. A fact without a value is not shown.
     """
 
     # Path of the value in the data, or a function that finds it: a number, or numbers by labels.
     read: str | Callable[[State], Any]
     help: str = ""
-    labels: str = ""  # Names of the labels.
+    labels: str = ""  # Names of the series' labels; empty: no labels.
     heading: str = ""  # Heading on the page and in `kvrs top`; the name of a fact without help.
     form: str = "{}"  # Format of the value behind the heading.
     from_start: tuple[Labels, ...] = ()  # Labels for which a total is 0 before the first report.
@@ -50,7 +50,7 @@ Table = Mapping[str, Row]
 
 
 def at(data: Any, path: str) -> Any:
-    """The value at a path; None: no value."""
+    """Return the value at a dotted path; None: no value."""
     for key in path.split("."):
         if data is None:
             return None
@@ -58,11 +58,10 @@ def at(data: Any, path: str) -> Any:
     return data
 
 
-# Values that need more than one key of an instance's row.
-
-
 def _of_ranks(key: str) -> Callable[[State], Any]:
-    """A value of an instance with several ranks; None: one process, or not up."""
+    """Make a function that reads `load.<key>` of an instance with several ranks; None: the instance
+    has one process, or is not up.
+    """
     return lambda row: at(row, f"load.{key}") if at(row, "load.full_degree") else None
 
 
@@ -71,7 +70,9 @@ def _in_group(count: Callable[[State], int]) -> Callable[[State], Any]:
 
 
 def _ring(row: State) -> dict[Labels, float]:
-    """Replication lag by stage, for stages that replicate pages to other instances, or should."""
+    """Return the pages by which replication lags, by stage, for stages that replicate pages to
+    other instances, or should.
+    """
     return {
         (str(each["stage"]),): each["replica_lag_pages"]
         for each in row["stages"]
@@ -284,7 +285,7 @@ def _members(state: State) -> Any:
 
 
 def _by_key(path: str) -> Callable[[State], Any]:
-    """Values of a mapping, with their keys as labels."""
+    """Make a function that reads the mapping at `path`, with its keys as labels."""
     return lambda state: {(str(key),): value for key, value in (at(state, path) or {}).items()}
 
 
@@ -336,7 +337,7 @@ _TOTAL = "_total"
 
 
 def words(table: Table, data: State) -> dict[str, str]:
-    """Facts for the page and `kvrs top`, by heading."""
+    """Return the facts for the page and `kvrs top` as text, by heading."""
     found = {}
     for name, row in table.items():
         heading = row.heading if row.help else name
@@ -346,13 +347,13 @@ def words(table: Table, data: State) -> dict[str, str]:
 
 
 class StateSeries(Collector):
-    """Series of all tables, read at each scrape. A gauge ends with its subject. A total of another
-    process continues when its next process begins at 0, and stays when there is none.
+    """Series of all tables, read at each scrape. A gauge ends with its process. A total goes on
+    rising when the process restarts at 0, and stays when the process is gone.
     """
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state = state
-        # Sum and last report, by series and labels.
+        # Sum over all runs of the process, and the last reported value, by series and labels.
         self._totals: dict[str, dict[Labels, tuple[float, float]]] = {}
 
     def collect(self) -> Iterator[Metric]:

@@ -26,13 +26,13 @@ from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
-_FLUSH_TIMEOUT_S = 1.0  # Time for the mirror to receive all events of a failed stream.
+_FLUSH_TIMEOUT_S = 1.0  # Longest wait until the mirror has all events of a failed stream.
 
 Read = Callable[..., ParsedRequest]
 
 
 class Serving:
-    """Serves streams; `passed` answers requests that one engine answers whole."""
+    """Serves streams. `passed` serves requests that one engine answers whole."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Serving:
         return self._respond_whole(call)
 
     def _stream_choices(self, call: ClientCall, client: SseClient) -> Awaitable[Outcome]:
-        """Run the streams of a response with several choices or an echo. A coroutine would live as
-        long as the streams.
+        """Run the streams of a response with several choices or an echo. Not a coroutine, because
+        its frame would be kept as long as the streams.
         """
         journals, merger = call.journals, call.merger
         assert merger is not None
@@ -121,7 +121,7 @@ class Serving:
         return outcome, whole_response(outcome, make, call.head())
 
     async def _respond_by_one(self, call: ClientCall) -> tuple[Outcome, Response]:
-        """Let one engine answer, and another if it dies."""
+        """Let one engine answer the whole request, and another engine if the first dies."""
         path, fields = call.parsed.endpoint.path, whole_fields(call.parsed)
         answer = await self._passed.ask(path, fields, call.name.key)
         answer.headers.update(call.head())
@@ -156,7 +156,7 @@ class Serving:
             self._mirror.close(keyed)
 
     async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
-        """Run a keyed stream until its client has everything."""
+        """Run a keyed stream until its client has all events."""
         # The stream was cancelled, or moved away, before it began here.
         if keyed.failure is not None:
             return keyed.failure
@@ -173,7 +173,7 @@ class Serving:
 
 
 def missing_end(call: ClientCall) -> bytes:
-    """Events that a complete response still lacks."""
+    """Return the events that a complete response still lacks."""
     first, parsed, merger = call.journals[0], call.parsed, call.merger
     if len(call.journals) == 1:
         return b"".join(map(sse, first.missing_end())) + DONE if first.wants_usage else DONE
@@ -193,7 +193,7 @@ async def end_stream(client: SseClient, outcome: Outcome) -> Response:
         case Failed() if not client.has_begun:
             return refusal(outcome)
         case Failed():
-            # An error ends without the [DONE] of a complete response.
+            # A stream that ends with an error does not get the [DONE] of a complete response.
             return await client.finish(sse(outcome.body))
         case _:
             assert_never(outcome)

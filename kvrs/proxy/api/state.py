@@ -33,7 +33,9 @@ def describe(
 def describe_processes(
     driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
 ) -> dict[str, Any]:
-    """The state without streams and recoveries, which metrics count as they end."""
+    """Describe all processes, without streams and recoveries: metrics, which also use this, count
+    these as they end.
+    """
     control = driver.control
     policy, gossip = control.policy.snapshot(), gossip_view.describe()
     health = {row["id"]: row["health"] for row in policy["instances"]}
@@ -68,12 +70,16 @@ def describe_processes(
 
 
 def lacks_tokenizer(driver: Driver) -> bool:
-    """Streams cannot be continued exactly without a tokenizer: their text is pieced together."""
+    """Return whether streams cannot be continued exactly because the tokenizer is missing: their
+    text is pieced together.
+    """
     return not driver.tokenizer.available and driver.control.instances.plain is not None
 
 
 def _model(driver: Driver) -> dict[str, Any]:
-    """The model and the place of its files; a model named by a vLLM may have no files here."""
+    """Describe the model and the place of its files; a model named by a vLLM may have no files
+    here.
+    """
     files = driver.tokenizer.files
     directory = None if files.directory is None else str(files.directory)
     return {"model": files.model, "model_directory": directory}
@@ -105,10 +111,12 @@ def _instance(
         "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
         "speculation": load.get("speculation"),
-        "experts": load.get("experts"),  # None: no experts, or one process.
+        # None: the model has no experts, or the instance one process.
+        "experts": load.get("experts"),
         "batches_in_flight": load.get("batches_in_flight"),
         "answers": answers,  # The policy's view of the instance's answers; None while not up.
-        "drain": control.drains.describe(known.id, now_s),  # Drain by an operator's order.
+        # The drain that an operator has ordered, if any.
+        "drain": control.drains.describe(known.id, now_s),
         "draining": control.drains.is_draining(known.id),
         "unprotected": control.checkpoints.are_missing(known),
         "self_test": control.self_tests.describe(known.id),
@@ -117,14 +125,14 @@ def _instance(
 
 
 def _differing(driver: Driver) -> set[InstanceId]:
-    """Instances whose tokens differ from those of another live instance."""
+    """Return the instances whose tokens differ from those of another live instance."""
     weights, is_up = driver.control.self_tests.comparison.weights, driver.control.instances.is_up
     kinds = {its for name, its in weights.items() if is_up(name)}
     return {name for name, its in weights.items() if len(kinds) > 1 and its in kinds}
 
 
 def _reloads(driver: Driver) -> dict[InstanceId, Reload]:
-    """Reloading instances, as other instances report them."""
+    """Return the instances that load again, as other instances report them."""
     loads = (known.load for known in driver.control.instances.present())
     reports = (load.speculation for load in loads if load is not None)
     return {
@@ -136,7 +144,9 @@ def _reloads(driver: Driver) -> dict[InstanceId, Reload]:
 
 
 def _restart(known: Member, reload: Reload | None) -> dict[str, Any]:
-    """State and partner of a reloading instance, which has no ranks yet."""
+    """Describe the reload of an instance, which has no ranks yet, or the instance that it is paired
+    with.
+    """
     if known.health is not Health.UP and reload is not None:
         shown: dict[str, Any] = msgspec.to_builtins(reload)
         return shown
@@ -148,7 +158,9 @@ def _restart(known: Member, reload: Reload | None) -> dict[str, Any]:
 
 
 def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
-    """Format of hand-offs, and the engine's counts, if any; None: not reported, or not up."""
+    """Describe the format of hand-offs, and the engine's counts, if any; None: not reported, or not
+    up.
+    """
     report = None if known.load is None else known.load.hand_offs
     if known.load is None or (report is None and not known.info.hand_off_format):
         return None
@@ -161,7 +173,9 @@ def _hand_offs(known: Member, driver: Driver) -> dict[str, Any] | None:
 
 
 def _prefix_hits(known: Member, driver: Driver) -> dict[str, Any] | None:
-    """Share of this proxy's prompts that the instance's prefix cache had; None: not reported."""
+    """Return the share of this proxy's prompt tokens that the instance's prefix cache had; None:
+    not reported.
+    """
     hits = driver.control.policy.prefix_hits.get(known.id)
     if hits is None:
         return None
@@ -173,7 +187,7 @@ def _prefix_hits(known: Member, driver: Driver) -> dict[str, Any] | None:
 
 
 def _ranks(known: Member, now_s: float) -> dict[str, Any]:
-    """Number of computing ranks of an instance with several; None: no ranks, or not up.
+    """Describe the computing ranks of an instance with several; None: no ranks, or not up.
 
     `ready_in_s`: the instance's prediction while it re-forms.
     """

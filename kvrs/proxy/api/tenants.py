@@ -27,12 +27,13 @@ OPEN_PATHS = ("/healthz", "/readyz", "/health")
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """A tenant. Without API keys all requests belong to one tenant without limit and secret; only
-    records of streams belong to a value of `Authorization`.
+    """A tenant. Without API keys all requests belong to one tenant, without limit and secret, and
+    only records of streams are kept apart, by the value of `Authorization`.
     """
 
     name: str = ""
-    mark: str = ""  # The mark of the tenant's secret.
+    # Mark of the tenant's secret, by which records name the tenant; empty: no secret.
+    mark: str = ""
     meter: TenantMeter | None = None
     secret: TenantSecret | None = None
 
@@ -58,10 +59,8 @@ class Tenants:
         if self._settings is not None:
             self._apply(self._settings)
 
-    # Methods for tenants of requests.
-
     def secret_of(self, request: Request, tenant: Tenant) -> TenantSecret:
-        """Secret for a request's records of streams."""
+        """Return the secret that makes the keys of a request's records of streams."""
         if tenant.secret is not None:
             return tenant.secret
         given = ", ".join(request.headers.getall("Authorization", ()))
@@ -69,7 +68,7 @@ class Tenants:
         return TenantSecret(self._ring, owner)
 
     def of(self, request: Request) -> Tenant:
-        """Tenant of a request, by its key if keys are in use.
+        """Return the tenant of a request, by its key if keys are in use.
 
         Raises:
             RequestError: the key is missing or unknown, or its tenant is not enabled.
@@ -79,7 +78,7 @@ class Tenants:
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
             raise self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
         digest = key_hash(given)
-        # The time of a look-up by hash reveals nothing of a key: hashes cannot be steered.
+        # The time that this look-up takes reveals nothing of a key: a client cannot steer hashes.
         tenant = self._by_hash.get(digest)
         if tenant is None:
             raise self._refused(request, "incorrect API key", "invalid_api_key")
@@ -93,8 +92,9 @@ class Tenants:
         return tenant
 
     def _refused(self, request: Request, message: str, code: str | None = None) -> RequestError:
-        """Refusal of a request: 429 for addresses with many failures. A right key is still accepted
-        from there, because others may share the address, and a key is too long to guess.
+        """Make the refusal of a request: 401, or 429 for addresses with many failures. A right key
+        is still accepted from there, because others may share the address, and a key is too long to
+        guess.
         """
         if wait_s := self._guesses.guess(_network(request.remote), self._clock()):
             return RequestError(
@@ -106,11 +106,9 @@ class Tenants:
             )
         return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})
 
-    # Methods for API keys.
-
     def prepare(self, config: Config) -> Callable[[], None] | None:
-        """Read the keys, and return a function that puts them in use; open streams go on. None:
-        unchanged.
+        """Read the keys, and return a function that puts them in use while open streams go on.
+        None: the keys are unchanged.
 
         Raises:
             ConfigError: the keys cannot be read.
@@ -121,8 +119,8 @@ class Tenants:
         return partial(self._apply, settings)
 
     async def run(self) -> None:
-        """Follow the file until cancelled. It is read a moment after a change, so that it is
-        complete.
+        """Follow the file of keys until cancelled. A changed file is read a moment later, when it
+        is complete.
         """
         read = seen = self._file_version()
         while True:
@@ -178,7 +176,9 @@ class Tenants:
 
 
 def _network(address: str | None) -> str:
-    """The address; for IPv6 its network, since a host has all its addresses."""
+    """Return the address; for IPv6 its /64 network, since a host has all addresses
+    of the network.
+    """
     try:
         parsed = ipaddress.ip_address(address or "")
     except ValueError:

@@ -39,23 +39,24 @@ from kvrs.proxy.mirror.roles import (
     UpdateStep,
 )
 
-# Time after its last message within which an unfinished stream is not evicted.
+# Time since its last message for which an unfinished stream's record is not evicted.
 _EVICT_AFTER_S = 5.0
-_AWAY_S = 10.0  # Time within which a client resumes a stream of a proxy that ends.
+_AWAY_S = 10.0  # Time for which a proxy that ends waits for clients to resume their streams.
 # Time for which updates and copies of a deleted record may still arrive.
 _DROPPED_S = 30.0
 
 
 class Received(msgspec.Struct, frozen=True):
-    """Outcome of an update."""
+    """Outcome of an update from another proxy."""
 
     ack: UpdateAck
-    stops_local_stream: bool = False  # The stream that runs here under the key is superseded.
+    # The stream that runs here under the key must stop, because the update's owner is later.
+    stops_local_stream: bool = False
 
 
 class RecordBook:
-    """Records, bounded in number, bytes and time. Records of streams that run here are never
-    evicted; if these and interrupted streams of other tenants leave no room, new records are
+    """A proxy's records, bounded in number, bytes and time. Records of streams that run here are
+    never evicted; if these and interrupted streams of other tenants leave no room, new records are
     refused.
     """
 
@@ -67,10 +68,8 @@ class RecordBook:
         self._keep_s = keep_s
         self.records: dict[str, Record] = {}
         self.size_bytes = 0
-        # Time of deletion by key of a deleted record: at most as many as records.
+        # Time of deletion by key of a deleted record; at most `max_records` keys.
         self._dropped: dict[str, float] = {}
-
-    # Methods for streams that run here.
 
     def own(self, record: Record, now_s: float) -> bool:
         """Add the record of a stream that starts to run here; False: no room."""
@@ -94,17 +93,15 @@ class RecordBook:
     def set_prompt(self, record: Record, prompt_ids: bytes | None) -> None:
         self._note_growth(record, record.set_prompt(prompt_ids))
 
-    # Methods for records and peers.
-
     def lose(self, peer: str) -> None:
-        """Note that a peer's records are lost, or cannot be claimed there."""
+        """Note that a peer has lost its records, or no longer grants them."""
         for record in self.records.values():
             if record.peer == peer:
                 record.change_role(RoleChange.PEER_LOST, None)
 
     def sole(self, peers: PresentPeers, now_s: float) -> list[Record]:
-        """Records of streams that do not run here, and that no peer keeps. A stream that was just
-        granted is left out, because its new owner is about to send an update.
+        """Return the records of streams that do not run here, and that no peer keeps. A stream that
+        was just granted is left out, because its new owner is about to send an update.
         """
         return [
             record
@@ -147,7 +144,7 @@ class RecordBook:
             case UpdateStep.SUPERSEDE:
                 assert record is not None
                 if message is Message.COPY and record.peer == sender and not record.role.is_owner:
-                    # The sender drops its record.
+                    # The sender will drop its record.
                     record.change_role(RoleChange.PEER_LOST, None)
                 return Received(UpdateAck(AckStatus.SUPERSEDED))
             case _:
@@ -174,11 +171,10 @@ class RecordBook:
                 record.state = update.state
         record.touched_s, record.peer = now_s, sender
         if not self._make_room(record.tenant, now_s) or record.key not in self.records:
-            self._drop(record.key)  # An incomplete record would be taken for the whole.
+            # Drop the record: a part of a stream would be taken for the whole.
+            self._drop(record.key)
             return UpdateAck(AckStatus.FULL)
         return UpdateAck(AckStatus.STORED, len(record.events))
-
-    # Methods for claims.
 
     def version(self, key: str) -> RecordVersion | None:
         record = self.records.get(key)
@@ -220,8 +216,6 @@ class RecordBook:
             return Refusal.BUSY
         return Refusal.BUSY if record.is_just_granted(now_s) and not state.released else None
 
-    # Methods for eviction.
-
     def expire(self, now_s: float) -> None:
         self._dropped = {
             key: at_s for key, at_s in self._dropped.items() if at_s + _DROPPED_S > now_s
@@ -229,7 +223,7 @@ class RecordBook:
         for record in list(self.records.values()):
             if record.touched_s + self._keep_s < now_s and not record.role.is_owner:
                 self._drop(record.key)
-        # Streams that run here may have grown.
+        # Records of streams that run here may have grown, so others must make room.
         for tenant in {each.tenant for each in self.records.values() if each.role.is_owner}:
             self._make_room(tenant, now_s)
 
@@ -250,7 +244,9 @@ class RecordBook:
         )
 
     def _make_room(self, tenant: str, now_s: float, new: Record | None = None) -> bool:
-        """Evict records until those of a tenant, and a new one, fit; False: too few can go."""
+        """Evict records until those of a tenant, and a new record, fit; False: not enough records
+        can go.
+        """
         more_records, more_bytes = (0, 0) if new is None else (1, new.size_bytes)
         while not self._has_room(more_records, more_bytes):
             evicted = self._oldest_finished() or self._oldest_interrupted(tenant, now_s)
@@ -307,11 +303,11 @@ class CopyQueue:
     def __init__(self, book: RecordBook) -> None:
         self._book = book
         self._targets: dict[str, str] = {}  # Peer that gets the next copy, by key.
-        # Keys that a peer had no room for; tried again when a peer comes or goes.
+        # Keys of records that a peer had no room for; tried again when a peer comes or goes.
         self._no_room: set[str] = set()
 
     def plan(self, peers: PresentPeers, now_s: float) -> set[str]:
-        """Assign unassigned records; return the peers that get any."""
+        """Assign a peer to each record that needs a copy; return the peers that got any."""
         added: set[str] = set()
         for record in self._book.sole(peers, now_s) if peers.live else []:
             if record.key not in self._targets and record.key not in self._no_room:

@@ -8,9 +8,11 @@ WAIT ──▶ ASK ──▶ HAND_OVER ──▶ CLOSE
 from enum import Enum, auto
 from typing import NamedTuple
 
-# Proxies that are told to end within this time know it of each other before any hands over.
+# Time for which an ending proxy waits before it hands over: proxies that are told to end within
+# this time then know it of each other.
 TOGETHER_S = 0.5
-# Time after the last stream, or the end of the drain, for copying records that no peer has.
+# Longest time for copies of records that no peer has, after the last stream or the end of the
+# drain.
 COPIED_WITHIN_S = 2.0
 
 
@@ -34,18 +36,19 @@ class Left(NamedTuple):
 
 
 class Ending:
-    """The end of one proxy. `told_s`: when it told its peers; `until_s`: the end of
+    """Decides the end of one proxy. `told_s`: time at which it told its peers; `until_s`: end of
     `proxy.drain_s`.
     """
 
     def __init__(self, told_s: float, until_s: float) -> None:
         self._together_until_s = told_s + TOGETHER_S
         self._until_s = until_s
-        self._used_s: float | None = None  # Last time at which a client was waited for.
+        # Last time at which a client was waited for; None: not decided yet.
+        self._used_s: float | None = None
         self._asked: frozenset[str] = frozenset()
 
     def next_step(self, left: Left, now_s: float) -> EndStep:
-        """Return the next step for what is left now."""
+        """Return the next step, by the streams, records and peers that are left now."""
         if self._used_s is None and left.has_peers and now_s < self._together_until_s:
             return EndStep.WAIT
         if self._used_s is None:

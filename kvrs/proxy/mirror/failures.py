@@ -1,4 +1,4 @@
-"""Errors of keyed streams, as their clients get them."""
+"""Errors of keyed streams that clients get."""
 
 from kvrs.errors import RequestError
 from kvrs.protocol.mirror import Refusal
@@ -43,7 +43,9 @@ _REFUSALS = {
 
 
 def refused(refusal: Refusal | None) -> RequestError | None:
-    """Error for a refused claim; None: the proxy has lost the record: look it up again."""
+    """Return the error for a refused claim; None: the proxy has lost the record, which must be
+    looked up again.
+    """
     return _error(*_REFUSALS[refusal]) if refusal in _REFUSALS else None
 
 

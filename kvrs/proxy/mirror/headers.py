@@ -29,9 +29,9 @@ class ResumeRequest(msgspec.Struct, frozen=True):
 
     keys: tuple[str, ...]
     digest: bytes
-    stream: StreamId | None = None  # Stream to resume; None: from its beginning.
+    stream: StreamId | None = None  # Stream to resume; None: the key's stream, from its beginning.
     after: int = -1
-    tenant: str = ""  # The tenant's mark.
+    tenant: str = ""  # Mark of the tenant's secret; empty: no tenant.
     # The request's body, kept in the record for clients that do not send it again.
     request: bytes = b""
 
@@ -43,7 +43,7 @@ def parse_resume_headers(
     parsed: ParsedRequest,
     secret_of_tenant: Callable[[], TenantSecret],
 ) -> ResumeRequest | None:
-    """Parse the headers; None: no key, as in most requests.
+    """Return what the headers ask for; None: no key, as in most requests.
 
     Raises:
         RequestError: a malformed header, or a form of request that cannot be resumed.
@@ -76,7 +76,7 @@ def parse_resume_headers(
 
 
 def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
-    """Journal of a found stream, for its next owner."""
+    """Make the journal of a found stream, for the stream's next owner."""
     header, state = record.header_at(now_s), record.state
     return Journal(
         stream=record.stream,

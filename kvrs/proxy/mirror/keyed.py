@@ -29,14 +29,14 @@ from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
 
-# Events by which a client or mirror may lag before the engine waits.
+# Number of events by which a client or mirror may lag before the engine must wait.
 _MAX_UNSENT = 256
-# Most events per write: a repeated long record waits for its client to read.
+# Most events per write: when a long record is sent again, its client must read in between.
 _MAX_AT_ONCE = 256
 
 
 class KeyedStream:
-    """The driver's client of a keyed stream."""
+    """Takes a keyed stream's events from the driver, records them, and sends them to the client."""
 
     direct = None
 
@@ -57,22 +57,24 @@ class KeyedStream:
         self.failure: Failed | None = None
         self._inner = inner
         self._book = book
-        self.after = after  # The client's position.
-        self.sync = sync  # The client gets only events that the mirror has.
+        self.after = after  # Position up to which the client has the stream; -1: nothing.
+        self.sync = sync  # True: the client gets only events that the mirror has.
         self._driver = driver
-        self._tokenizer: Tokenizer | None = None  # Loaded on first use.
+        # Tokenizer by which events are cut; None: not needed yet.
+        self._tokenizer: Tokenizer | None = None
         self._changed = changed
         self._name = journal.stream.encode()
         self._recorded_ids = len(journal.output_ids)
         self._cursor = 0
         self._progress = asyncio.Event()
         self._waiting: list[Callable[[], None]] = []
-        # All events from the cursor on are new to the client.
+        # The client has no part of the events from the cursor on.
         self._is_past_client = after < 0
-        self._gone: str | None = None  # Reason why the client gets nothing any more.
+        # Reason why the client gets nothing any more; None: it still gets events.
+        self._gone: str | None = None
         self._is_sending = False
         self._is_closed = False
-        # Task that loads the tokenizer, which cuts an event.
+        # Task that loads the tokenizer, before an event can be cut; None: not needed yet.
         self._loading: asyncio.Task[None] | None = None
 
     @property
@@ -89,10 +91,8 @@ class KeyedStream:
 
     @property
     def given(self) -> list[StreamEvent]:
-        """Events that the client has received, here or before."""
+        """Return the events that the client has received, here or before."""
         return self.record.events[: self._cursor]
-
-    # Calls of the driver.
 
     def send(self, events: Sequence[bytes]) -> None:
         journal = self.journal
@@ -117,8 +117,8 @@ class KeyedStream:
         self._book.add(record, StreamEvent(mark, ids.tobytes(), event))
 
     def take_token(self, token_id: int, event: bytes, now_s: float) -> None:
-        """Send an event of one token as `send` does; directly if nothing stands between it and the
-        client.
+        """Send an event of one token as `send` does; write it directly if no other event waits, and
+        no mirror must have it first.
         """
         record, outbox, inner = self.outbox.record, self.outbox, self._inner
         is_level = self._cursor == len(record.events) and self._is_past_client
@@ -166,8 +166,6 @@ class KeyedStream:
         self.wake()
         self._changed(self)
 
-    # End of the stream.
-
     async def finish(self, missing: Sequence[bytes]) -> None:
         """Append the last events, and wait until the client has received everything.
 
@@ -196,13 +194,17 @@ class KeyedStream:
             self._set_state(released=True)
 
     def _set_state(self, **changes: bool) -> None:
-        """Record an end, and schedule an update of the mirror."""
+        """Record a change of the stream's end in its state, and schedule an update
+        of the mirror.
+        """
         self.record.state = msgspec.structs.replace(self.record.state, **changes)
         self.note_state()
         self.mark_dirty()
 
     async def flushed(self, timeout_s: float) -> None:
-        """Wait until the client, and the mirror if any, have everything."""
+        """Wait until the client, and the mirror if any, have everything, for at
+        most `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.outbox.settled or (
@@ -224,10 +226,10 @@ class KeyedStream:
         if self._loading is not None:
             self._loading.cancel()
 
-    # Sending to the client.
-
     def wake(self) -> None:
-        """Send what may be sent now: events, acknowledgements or room have come."""
+        """Send the events that may be sent now, because events, acknowledgements or
+        room have come.
+        """
         if not self._is_sending and self._cursor < len(self.record.events):
             self._is_sending = True
             try:
@@ -236,7 +238,7 @@ class KeyedStream:
                 self._gone = str(error)
                 self._driver.end_early(self.journal.stream, CLIENT_GONE)
             except Exception:
-                # `finish` must not wait for a client that gets nothing any more.
+                # Without `_gone`, `finish` would wait for a client that gets nothing any more.
                 log.exception("internal error while writing to a client")
                 self._gone = "the proxy failed"
                 self.fail(BROKEN)
@@ -279,8 +281,8 @@ class KeyedStream:
             self.wake()
 
     def _next_batch(self) -> list[StreamEvent] | None:
-        """Events that may go to the client now; None: the next event must be cut, which needs the
-        tokenizer.
+        """Return the events that may go to the client now; None: the next event must be cut, which
+        needs the tokenizer.
         """
         events, batch = self.record.events, []
         before = events[self._cursor - 1].seq if self._cursor else -1
@@ -325,8 +327,8 @@ class KeyedStream:
 def _rest_of(
     event: StreamEvent, ids: Sequence[int], has: int, journal: Journal, tokenizer: Tokenizer
 ) -> StreamEvent:
-    """The rest of an event behind its first `has` ids, as a kvrs engine would have sent it. `ids`
-    is the stream's output before the event.
+    """Return the rest of an event behind its first `has` ids, as a kvrs engine would have sent it.
+    `ids` is the stream's output before the event.
 
     The text comes from the code that made the event (`kvrs.text`), so both parts join to the whole.
     """

@@ -10,10 +10,11 @@ from kvrs.protocol.mirror import AckStatus, StreamEvent, Update, UpdateAck
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.roles import RoleChange
 
-# Longest mirrored stream: a longer one would not fit into one message.
+# Most bytes of a mirrored record: a longer record would not fit into one message.
 _MAX_RECORD_BYTES = 32 << 20
-# Validity of a mirror's answer. An owner without one may have been paused, and its stream granted
-# to another owner: until the next answer its client gets only what the mirror has.
+# Time for which a mirror's answer is valid. An owner without a valid answer may have been paused,
+# and its stream granted to another owner, so until the next answer its client gets only what the
+# mirror has.
 _ACK_VALID_S = 0.5
 
 
@@ -23,11 +24,11 @@ class Outbox:
 
     record: Record
     mirror: str | None = None
-    acked: int | None = None  # Events that the mirror has; None: not even the header.
-    full: bool = False  # The mirror has no room.
+    acked: int | None = None  # Number of events that the mirror has; None: not even the header.
+    full: bool = False  # The mirror has no room for the record, or the record is too long.
     dirty: bool = True
-    _sent_s: float = -math.inf  # Time of the last update.
-    _acked_s: float = -math.inf  # Sending time of the last acknowledged update.
+    _sent_s: float = -math.inf  # Time at which the last update was sent.
+    _acked_s: float = -math.inf  # Time at which the last acknowledged update was sent.
 
     def assign(self, mirror: str | None) -> None:
         """Replicate to a new mirror from the beginning; None: no mirror."""
@@ -55,7 +56,9 @@ class Outbox:
         if self.full:
             self.mirror = None
             self.record.change_role(RoleChange.PEER_LOST, None)
-            self.record.mirror_no += 1  # The former mirror may keep a part of the stream.
+            # The former mirror may keep a part of the stream, which the higher number marks as
+            # outdated.
+            self.record.mirror_no += 1
         elif not self._is_level:
             self.dirty = True
 
@@ -65,11 +68,11 @@ class Outbox:
 
     @property
     def settled(self) -> bool:
-        """The mirror, if any, has everything."""
+        """Return whether the mirror, if any, has everything."""
         return self.mirror is None or (not self.dirty and self._is_level)
 
     def waits(self, now_s: float, *, sync: bool) -> bool:
-        """The client gets only what the mirror has."""
+        """Return whether the client may get only what the mirror has."""
         return self.mirror is not None and (
             sync or self.acked is None or now_s > self._acked_s + _ACK_VALID_S
         )
@@ -80,7 +83,7 @@ class Outbox:
 
 
 class Delivery(Enum):
-    """Treatment of an event for a client at some position."""
+    """Treatment of an event for a client that has the stream up to some position."""
 
     SKIP = "skip"
     SEND = "send"
@@ -88,7 +91,9 @@ class Delivery(Enum):
 
 
 def delivery_of(before: int, event: StreamEvent, after: int) -> Delivery:
-    """Treatment of an event. `before` is its start, `after` the client's position."""
+    """Return what to do with an event that begins at `before`, for a client that has the stream up
+    to `after`.
+    """
     if event.seq <= after:
         return Delivery.SKIP
     return Delivery.CUT if max(before, 0) < after else Delivery.SEND

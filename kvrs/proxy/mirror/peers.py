@@ -1,4 +1,4 @@
-"""Requests to the other proxies, and knowledge of which are up."""
+"""Requests to the other proxies, and the knowledge of which proxies are up."""
 
 import asyncio
 import logging
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 PATH = "/kvrs/v1/mirror"
 _TIMEOUT_S = 1.0
-# Rate by which the time limit grows with the size of a record.
+# Rate in bytes per second that a request's time limit allows for, beside its fixed part.
 _SLOWEST_BYTES_PER_S = 4 << 20
 _RECONNECT_S = 0.5
-# Interval of reports: a killed peer shows by the end of its connection, a paused one by its
+# Interval of peers' reports: a killed peer shows by the end of its connection, a paused peer by its
 # silence.
 _REPORT_S = 0.25
 _SILENT_S = 0.75
@@ -57,18 +57,19 @@ class ProxyPeer(Peer):
     def __init__(self, links: EngineLinks, me: str, name: str, url: str) -> None:
         super().__init__(links.pool(url))
         self.id = name
-        self.run: str | None = None  # Run of the peer's process; None while it does not answer.
-        self.ending: str | None = None  # The peer's run that was told to end.
+        self.run: str | None = None  # Id of the peer's run; None while the peer does not answer.
+        # Id of the last run of the peer that was told to end; None: no run was.
+        self.ending: str | None = None
         self._me = me
 
     @property
     def leaving(self) -> bool:
-        """The peer's process is about to end, even if it is unreachable for a while."""
+        """Return whether the peer is about to end."""
         return self.run is not None and self.run == self.ending
 
     @property
     def is_own_worker(self) -> bool:
-        """The peer is another worker of this proxy."""
+        """Return whether the peer is another worker of this proxy."""
         return are_workers_of_one(self.id, self._me)
 
     async def hello(self, hello: Hello) -> Hello:
@@ -174,7 +175,7 @@ class Peers:
     ) -> None:
         self.me = me
         self.known = dict(peers)
-        # Signalled when the hello has changed, so that the others get it at once.
+        # Signalled when this proxy's hello has changed, so that the peers get it at once.
         self.news = News()
         self._lost = lost
         self._changed = changed
@@ -184,7 +185,7 @@ class Peers:
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
 
     def add(self, peer: ProxyPeer) -> None:
-        """Add a proxy."""
+        """Add a proxy as a peer."""
         self.known[peer.id] = peer
         if self._group is not None:
             self._start(peer)
@@ -197,12 +198,12 @@ class Peers:
         del self.known[name]
 
     def leave(self) -> None:
-        """Tell the others that this proxy is about to end."""
+        """Tell the peers that this proxy is about to end."""
         self.me = msgspec.structs.replace(self.me, leaving=True)
         self.news.tell()
 
     def hello(self) -> Hello:
-        """The hello of this proxy."""
+        """Make the hello of this proxy, with its present drains."""
         return msgspec.structs.replace(self.me, drains=self.drains.shown())
 
     @property
@@ -215,13 +216,15 @@ class Peers:
 
     @property
     def staying(self) -> set[str]:
-        """Live peers that go on when this proxy ends; its own workers end with it."""
+        """Return the ids of live peers that go on when this proxy ends; its own workers end with
+        it.
+        """
         return {peer.id for peer in self.live if not peer.leaving and not peer.is_own_worker}
 
     @property
     def present(self) -> PresentPeers:
-        """Live peers, and the peers that get records: those that end with this proxy only if there
-        is no other.
+        """Return the live peers, and the peers that get records. Peers that end with this proxy get
+        records only if there is no other.
         """
         live = frozenset(self.live_ids)
         return PresentPeers(live, frozenset(self.staying) or live)
@@ -235,8 +238,6 @@ class Peers:
             )
         return self.known[name]
 
-    # Requests to peers.
-
     async def answer(self, peer: ProxyPeer, asked: Awaitable[Answer]) -> Answer | None:
         """Await the answer to a request; None: the peer did not answer, and counts as lost."""
         try:
@@ -246,7 +247,7 @@ class Peers:
             return None
 
     async def lookup(self, key: str, *, live_only: bool) -> Found:
-        """Ask the peers for their version of a record."""
+        """Ask the peers for their versions of a record; `live_only`: only peers that are up."""
         found = Found({}, [])
 
         async def ask(peer: ProxyPeer) -> None:
@@ -264,10 +265,10 @@ class Peers:
         peer = self.known.get(name)
         return None if peer is None else await self.answer(peer, peer.claim(claim))
 
-    # Liveness of peers.
-
     def on_hello(self, hello: Hello) -> None:
-        """Handle a peer's hello. Raises RequestError: the sender is no peer."""
+        """Note from a peer's hello that the peer is up, or about to end. Raises RequestError: the
+        sender is no peer.
+        """
         self._heard(self.check(hello.id), hello)
 
     def _heard(self, peer: ProxyPeer, hello: Hello) -> None:
@@ -299,7 +300,8 @@ class Peers:
             async with asyncio.TaskGroup() as self._group:
                 for peer in self.known.values():
                     self._start(peer)
-                await asyncio.Event().wait()  # The first peer may be added later.
+                # Keep the group open: the first peer may be added later.
+                await asyncio.Event().wait()
         finally:  # CPython 3.11 never collects a cancelled task that refers to itself.
             self._group = None
             self._tasks.clear()
@@ -335,15 +337,15 @@ class Peers:
             self.drains.begin(hello.drains)
 
     async def meet(self) -> dict[str, Hello]:
-        """Exchange hellos with every peer once, and return those of the peers that answered. The
-        peers learn of the new run, and this proxy, at its end, which peers are ending too.
+        """Exchange hellos with every peer once, and return the hellos of peers that answered. The
+        peers learn of this run, and an ending proxy learns which peers are ending too.
         """
         peers = [*self.known.values()]
         found = zip(peers, await asyncio.gather(*map(self._meet, peers)), strict=True)
         return {peer.id: hello for peer, hello in found if hello is not None}
 
     async def pass_on(self, order: DrainOrder) -> None:
-        """Pass an order on to the other workers of this proxy."""
+        """Pass a drain order on to the other workers of this proxy."""
         own = [peer for peer in self.live if peer.is_own_worker]
         for answer in await asyncio.gather(
             *(peer.drain(order) for peer in own), return_exceptions=True
@@ -366,7 +368,9 @@ class Peers:
 
 
 def _cause(peer: ProxyPeer, error: UpstreamError) -> str:
-    """The error, and the likely misconfiguration if another process than this peer answers."""
+    """Return the error's text, with the likely mistake in the configuration if another process than
+    this peer answers.
+    """
     cause = str(error)
     if WRONG_DOOR not in cause:
         return cause

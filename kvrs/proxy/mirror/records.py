@@ -26,10 +26,11 @@ from kvrs.protocol.mirror import (
 )
 from kvrs.proxy.mirror.roles import ROLE_AFTER, Message, RecordRole, Relation, RoleChange
 
-CLAIM_S = 0.25  # Time after a grant in which a second claim is refused as simultaneous.
-# Bytes that CPython takes; a test compares the sums with what is allocated.
-_FIXED_BYTES = 1024  # Memory of a record beside its events and its prompt.
-_BYTES_PER_EVENT = 160  # Memory of an event beside its data and its ids.
+# Time after a grant for which a second claim is refused, because both may have been made at once.
+CLAIM_S = 0.25
+# Sizes of objects in CPython. A test compares their sums with the memory that is allocated.
+_FIXED_BYTES = 1024  # Memory of a record without its events and its prompt.
+_BYTES_PER_EVENT = 160  # Memory of an event without its data and its ids.
 
 
 class PresentPeers(NamedTuple):
@@ -51,13 +52,15 @@ class Record:
     owner_epoch: int
     mirror_no: int = 0
     events: list[StreamEvent] = field(default_factory=list)
-    prompt_ids: bytes | None = None  # Packed prompt ids.
-    reserved_bytes: int = 0  # Bytes reserved for the prompt until it is known.
+    # Ids of the prompt, packed; None: not known yet, or not sent yet.
+    prompt_ids: bytes | None = None
+    reserved_bytes: int = 0  # Number of bytes counted for the prompt until its ids are known.
     head: bytes | None = None
     state: StreamState = field(default_factory=StreamState)
     touched_s: float = 0.0
     role: RecordRole = RecordRole.UNMIRRORED
-    peer: str | None = None  # The other proxy with the record, as known here.
+    # The other proxy that has the record, as far as known here; None: none.
+    peer: str | None = None
     copy_hops: int = 0
     size_bytes: int = _FIXED_BYTES
 
@@ -74,14 +77,14 @@ class Record:
         self.role, self.peer = role, peer
 
     def has_keeper(self, peers: PresentPeers) -> bool:
-        """A live peer has the record, and makes further copies if this proxy grants no claims to
-        it. If this proxy does, a peer that is about to end does not count.
+        """Return whether a live peer has the record, and makes further copies if this proxy grants
+        no claims to it. If this proxy grants claims, a peer that is about to end does not count.
         """
         return self.peer in (peers.mirrors if self.role.grants else peers.live)
 
     @property
     def is_kept(self) -> bool:
-        """The stream does not run here, so the record may be evicted."""
+        """Return whether the record may be evicted, because the stream does not run here."""
         return not self.role.is_owner
 
     def is_just_granted(self, now_s: float) -> bool:
@@ -122,7 +125,7 @@ class Record:
         return grown
 
     def header_at(self, now_s: float) -> StreamHeader:
-        """The header with its ages at `now_s`."""
+        """Return the header with its ages at `now_s`."""
         passed_s = now_s - self.header_s
         return msgspec.structs.replace(
             self.header,
@@ -131,7 +134,7 @@ class Record:
         )
 
     def copy(self, now_s: float) -> Update:
-        """The whole record, for another proxy to keep too."""
+        """Make an update with the whole record, for another proxy to keep too."""
         whole = self.update(now_s)
         whole.copy_hops, whole.idle_s = self.copy_hops + 1, now_s - self.touched_s
         return whole
@@ -160,7 +163,7 @@ def record_from(
     role: RecordRole = RecordRole.UNMIRRORED,
     peer: str | None = None,
 ) -> Record:
-    """Make the record of an update with a header."""
+    """Make a record from an update that has a header."""
     assert update.header is not None
     record = Record(
         update.key,
@@ -182,7 +185,9 @@ def record_from(
 
 
 def merged(granted: Record, own: Record | None) -> Record:
-    """The granted record, extended by later events that this proxy has as its former owner."""
+    """Return the granted record, extended by later events that this proxy has as
+    its former owner.
+    """
     if own is None or own.stream != granted.stream or own.owner_epoch != granted.owner_epoch - 1:
         return granted
     if own.events[: len(granted.events)] != granted.events:
@@ -195,11 +200,8 @@ def merged(granted: Record, own: Record | None) -> Record:
     return granted
 
 
-# Functions for sizes of messages.
-
-
 def size_of(update: Update) -> int:
-    """Estimated bytes of an update, on the wire and in memory."""
+    """Estimate the bytes of an update, on the wire and in memory."""
     header_bytes = 0 if update.header is None else len(update.header.request)
     fixed_bytes = _FIXED_BYTES + header_bytes + len(update.prompt_ids or b"")
     return fixed_bytes + sum(map(_size_of, update.events))
@@ -209,11 +211,8 @@ def _size_of(event: StreamEvent) -> int:
     return len(event.data) + len(event.ids) + _BYTES_PER_EVENT
 
 
-# Functions for versions.
-
-
 def message_of(update: Update) -> Message:
-    """Kind of an update. Raises RequestError: an incomplete copy."""
+    """Return the kind of an update. Raises RequestError: an incomplete copy."""
     is_whole = update.header is not None and update.first_event == 0
     if update.copy_hops:
         if not is_whole:
@@ -223,7 +222,7 @@ def message_of(update: Update) -> Message:
 
 
 def relation_of(update: Update, record: Record) -> Relation:
-    """Compare an update's version with that of the record here."""
+    """Compare an update's version with that of the record that this proxy has."""
     is_copy = update.copy_hops > 0
     same = (update.stream, update.owner_epoch) == (record.stream, record.owner_epoch)
     if not same or (update.owner != record.owner and not is_copy):
@@ -236,7 +235,7 @@ def relation_of(update: Update, record: Record) -> Relation:
 
 
 def _outranks(record: Record, update: Update) -> bool:
-    """The record's owner takes precedence over the update's.
+    """Return whether the record's owner takes precedence over the update's.
 
     Owners of one epoch (two streams that began at once under one key, or on both sides of a cut
     link) are ordered by stream and name, so that all proxies prefer the same owner.
@@ -250,11 +249,10 @@ def _content(one: Update | Record) -> tuple[bool, int]:
     return one.state.complete, len(one.events)
 
 
-# Functions for the choice of a proxy.
-
-
 def best_of(versions: Iterable[tuple[str, RecordVersion]]) -> tuple[str, RecordVersion] | None:
-    """The proxy to claim a stream from: the one with the latest owner, then the latest mirror."""
+    """Return the proxy from which to claim a stream, and its version: the version of the latest
+    owner, then with the latest mirror; None: no versions.
+    """
     return max(
         versions,
         key=lambda each: (
@@ -270,8 +268,8 @@ def best_of(versions: Iterable[tuple[str, RecordVersion]]) -> tuple[str, RecordV
 
 
 def mirror_for(key: str, peers: Iterable[str]) -> str | None:
-    """The mirror of a key by rendezvous hashing: proxies with the same peers choose the same
-    mirror, and a peer that comes or goes moves few keys.
+    """Return the mirror of a key by rendezvous hashing: proxies with the same peers choose the same
+    mirror, and a peer that comes or goes moves few keys. None: no peers.
     """
     return max(
         peers,

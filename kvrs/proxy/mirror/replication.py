@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 # Delay of updates of streams whose clients can continue only from the mirror's events.
 _GATHER_S = 0.02
 _GATHER_EXACT_S = 0.1  # Delay of updates of streams that an engine regenerates exactly.
-# Interval of updates of silent streams, by which an owner learns that its stream was granted
-# elsewhere.
+# Interval of updates of streams without news; the answers tell an owner whether its stream was
+# granted elsewhere.
 _HEARTBEAT_S = 1.0
 _MAX_BATCH_BYTES = 8 << 20
 _TRIES = 4
@@ -62,15 +62,17 @@ S = TypeVar("S")
 
 
 class _Outgoing(msgspec.Struct, frozen=True):
-    """An update of a stream (`source` is the stream) or a copy (`source` is the record)."""
+    """An update to send: of a stream that runs here (`source` is the stream), or a copy (`source`
+    is the record).
+    """
 
     source: KeyedStream | Record
     update: Update
 
 
 class Pending(Generic[S]):
-    """Streams with news, in the order of the news. Urgent ones, whose clients wait for the peer, go
-    at once and alone; otherwise all go together when the first is due.
+    """Streams with news for one peer, in the order of the news. Urgent streams, whose clients wait
+    for the peer, are sent at once and alone; otherwise all are sent together when the first is due.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class Pending(Generic[S]):
         self._changed = asyncio.Event()
 
     def add(self, stream: S, within_s: float) -> None:
-        """Add a stream that is due in `within_s`; 0: urgent."""
+        """Add a stream to be sent in `within_s` at the latest; 0: urgent."""
         self._all[stream] = None
         if within_s <= 0:
             self._urgent[stream] = None
@@ -89,7 +91,7 @@ class Pending(Generic[S]):
             self.hurry(within_s)
 
     def hurry(self, within_s: float = 0.0) -> None:
-        """Make all due in this time at the latest."""
+        """Make all streams due within this time at the latest."""
         due_s = asyncio.get_running_loop().time() + within_s
         if due_s < self._due_s:
             self._due_s = due_s
@@ -100,7 +102,9 @@ class Pending(Generic[S]):
         self._urgent.clear()
 
     async def next(self) -> bool:
-        """Wait until a stream is due; return whether all go, or only urgent ones."""
+        """Wait until a stream is due; return True to send all streams, False for only the urgent
+        ones.
+        """
         loop = asyncio.get_running_loop()
         while not self._urgent and loop.time() < self._due_s:
             self._changed.clear()
@@ -113,7 +117,7 @@ class Pending(Generic[S]):
         return True
 
     def take(self, *, urgent_only: bool) -> Iterator[S]:
-        """Streams to be sent, each removed as it is taken."""
+        """Yield the streams to be sent, each removed as it is taken."""
         waiting = self._urgent if urgent_only else self._all
         while waiting:
             stream = next(iter(waiting))
@@ -142,12 +146,10 @@ class Mirror:
         self.streams: dict[str, KeyedStream] = {}  # Streams that run here, by key of the record.
         # Ended streams whose mirror does not have everything yet.
         self._closing: dict[str, KeyedStream] = {}
-        # Streams with news, by peer.
+        # Streams with news, by the peer that gets them.
         self._pending = defaultdict[str, Pending[KeyedStream]](Pending)
         self._copies = CopyQueue(self.book)
         self.sent = SentPrompts(driver.control.policy)
-
-    # Methods for streams that run here.
 
     def open(
         self,
@@ -220,7 +222,9 @@ class Mirror:
             self._changed(keyed)
 
     def forget(self, keyed: KeyedStream) -> None:
-        """Forget a refused request: the next one with its key starts a new stream."""
+        """Forget the stream of a refused request, so that the next request with its key starts a
+        new stream.
+        """
         keyed.close()
         if self.streams.get(keyed.record.key) is keyed:
             del self.streams[keyed.record.key]
@@ -250,7 +254,9 @@ class Mirror:
 
     @property
     def uncopied(self) -> int:
-        """Number of records of streams not running here that no live peer has completely."""
+        """Number of records that would be lost with this process: no live peer has all of them, and
+        their streams do not run here.
+        """
         return len(self.book.sole(self.peers.present, self.clock())) + len(self._closing)
 
     def supersede(self, key: str) -> None:
@@ -258,8 +264,6 @@ class Mirror:
             self._resumes.labels("superseded").inc()
             keyed.fail(failures.SUPERSEDED)
         self._closing.pop(key, None)
-
-    # Methods for messages of peers.
 
     def take(self, update: Update, sender: str) -> UpdateAck:
         received = self.book.receive(update, sender, self.clock())
@@ -275,13 +279,11 @@ class Mirror:
             self.supersede(claim.key)
         return answer
 
-    # Methods for the choice of peers.
-
     def _assign(self, keyed: KeyedStream) -> None:
         mirrors, granter = self.peers.present.mirrors, keyed.record.peer
         if keyed.outbox.full:
             mirrors = frozenset()
-        # The proxy that granted the stream already has its record.
+        # Prefer the proxy that granted the stream as its mirror, because it has the record already.
         keyed.outbox.assign(
             granter if granter in mirrors else mirror_for(keyed.record.key, mirrors)
         )
@@ -304,7 +306,7 @@ class Mirror:
     def _peer_lost(self, peer: str) -> None:
         self.book.lose(peer)
         self._pending[peer].clear()
-        # Records of ended streams are copied like any other.
+        # The rest of an ended stream reaches a peer as a copy of its record.
         self._closing = {
             key: keyed for key, keyed in self._closing.items() if keyed.outbox.mirror != peer
         }
@@ -322,10 +324,8 @@ class Mirror:
         for target in self._copies.plan(self.peers.present, self.clock()):
             self._pending[target].hurry()
 
-    # Methods for sends.
-
     async def run(self) -> None:
-        """Replicate until cancelled."""
+        """Exchange records with the peers until cancelled."""
         await asyncio.gather(
             self.peers.run(self._send_updates), self._heartbeat(), self._keep_replicated()
         )
@@ -358,8 +358,8 @@ class Mirror:
             except UpstreamError as error:
                 self.peers.fail(peer, str(error))
                 continue
-            # Done before the acks are read: a new process at that address has no records of the
-            # former one.
+            # Note the peer's run before the acks are read: a new process at the address has no
+            # records of the former run.
             self.peers.on_answer(peer, answer.run)
             for each, ack in zip(batch, answer.acks, strict=True):
                 if isinstance(each.source, Record):
@@ -406,8 +406,6 @@ class Mirror:
         elif self._closing.get(keyed.record.key) is keyed:
             del self._closing[keyed.record.key]
 
-    # Methods that find streams.
-
     async def find(self, resume: ResumeRequest) -> Record | None:
         """Claim a stream, and return its record under the new owner epoch; None: no proxy knows the
         key, so the request may start a new stream.
@@ -434,7 +432,8 @@ class Mirror:
                 )
                 granted = record_from(answer.granted, self.clock(), role=role, peer=peer)
                 if (keyed := self.streams.get(key)) is not None:
-                    keyed.note_state()  # The state must include the events beyond the mirror.
+                    # The record's state must include the events that the mirror lacks.
+                    keyed.note_state()
                 return merged(granted, self.book.records.get(key))
             if version.grants and (error := failures.refused(answer.refusal)) is not None:
                 self._resumes.labels(str(answer.refusal)).inc()
@@ -443,11 +442,13 @@ class Mirror:
         raise failures.unreachable("the proxy that grants the stream cannot be reached")
 
     async def _best_version(self, resume: ResumeRequest) -> tuple[str, str, RecordVersion] | None:
-        """The record's key, holder and version there."""
+        """Find the best version of the stream's record; return the record's key, the proxy that has
+        it, and the version. None: no proxy knows the key.
+        """
         unreachable: list[str] = []
         for key in resume.keys:
-            # A client with a part needs the rest of this very stream, so peers that were just down
-            # are asked too.
+            # A client that has a part needs the rest of this very stream, so peers that were just
+            # down are asked too.
             found = await self.peers.lookup(key, live_only=resume.stream is None)
             if (own := self.book.version(key)) is not None:
                 found.versions[self._id] = own
@@ -465,7 +466,7 @@ class Mirror:
 
 
 def _is_in(keyed: KeyedStream, *books: Mapping[str, KeyedStream]) -> bool:
-    """The stream is in one of these mappings, and not replaced by a later one."""
+    """Return whether one of these mappings has this very stream, not a later stream of its key."""
     return any(book.get(keyed.record.key) is keyed for book in books)
 
 

@@ -42,7 +42,8 @@ class RoleChange(Enum):
 
 _UNMIRRORED, _MIRRORED, _MIRROR, _COPY = RecordRole
 
-# None: does not occur; a claim in this role is refused.
+# Role of a record after each change, by its role before; None: the change does not occur in this
+# role, or the claim is refused.
 ROLE_AFTER: dict[RoleChange, dict[RecordRole, RecordRole | None]] = {
     change: dict(zip(RecordRole, row, strict=True))
     for change, row in {
@@ -57,15 +58,15 @@ ROLE_AFTER: dict[RoleChange, dict[RecordRole, RecordRole | None]] = {
 
 
 class Message(Enum):
-    """The kinds of `Update`."""
+    """Kinds of `Update` by their content."""
 
-    HEADER = "header"  # An owner's record from its header on.
+    HEADER = "header"  # An owner's record from its header on, for a new mirror.
     EVENTS = "events"  # An owner's further events.
     COPY = "copy"  # A whole record, from the only proxy that has it.
 
 
 class Relation(Enum):
-    """Comparison of an update's version with the record under the same key."""
+    """Relation of an update's version to the version of the record under the same key."""
 
     OUTRANKED = "outranked"  # The record has a later owner.
     STALE = "stale"  # Same owner; the update belongs to an earlier mirror.
@@ -75,7 +76,7 @@ class Relation(Enum):
 
 
 class UpdateStep(Enum):
-    """Steps that answer an update."""
+    """Steps of a proxy that receives an update; a table chooses them."""
 
     STORE = "store"  # Replace the record, in role MIRROR or COPY; a stream that runs here stops.
     APPEND = "append"

@@ -7,14 +7,18 @@ from kvrs.protocol.mirror import SentPrompt
 
 
 class SentPrompts:
-    """Prompts for the next message to each peer. A missed message is not repeated."""
+    """Prompts that this proxy has sent to instances, for the next message to each peer. A missed
+    message is not repeated.
+    """
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
         self._waiting: dict[str, list[SentPrompt]] = {}
 
     def gather(self, peers: Iterable[str]) -> bool:
-        """Queue the prompts sent since the last call for these peers; False: no prompts."""
+        """Queue the prompts sent since the last call for these peers; return False if there were
+        none.
+        """
         if sent := self._policy.take_sent():
             self._waiting = dict.fromkeys(peers, sent)
         return bool(sent)
@@ -24,5 +28,5 @@ class SentPrompts:
         return self._waiting.pop(peer, [])
 
     def heard(self, sent: list[SentPrompt]) -> None:
-        """Note prompts that a peer has sent to instances."""
+        """Tell the policy of prompts that a peer has sent to instances."""
         self._policy.sent_elsewhere(sent)

@@ -1,4 +1,4 @@
-"""Records at the proxies, read and deleted without taking over their streams."""
+"""Functions that read and delete records at all proxies, without taking over the streams."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class StoredRecord(msgspec.Struct, frozen=True):
 
 
 def own_record(mirror: Mirror, key: str) -> ReadAnswer:
-    """The record at this proxy."""
+    """Return the record that this proxy has under a key, if any."""
     if (record := mirror.book.records.get(key)) is None:
         return ReadAnswer(None, runs=False)
     if (keyed := mirror.streams.get(key)) is not None:
@@ -34,7 +34,9 @@ def drop_own(mirror: Mirror, key: str) -> LookupAnswer:
 
 
 async def read_record(mirror: Mirror, keys: Sequence[str], now_s: float) -> StoredRecord | None:
-    """The record under one of the keys, from its owner or else from its mirror."""
+    """Return the record under one of the keys, from the stream's owner or else from its mirror;
+    None: no proxy has it.
+    """
     for key in keys:
         found = (await mirror.peers.lookup(key, live_only=True)).versions
         answers = [(version, mirror.peers.known[name]) for name, version in found.items()]
@@ -54,7 +56,9 @@ async def read_record(mirror: Mirror, keys: Sequence[str], now_s: float) -> Stor
 
 
 def _rank(version: RecordVersion) -> tuple[int, int, bool, bool]:
-    """Sort key: the latest owner first, even though it does not grant while it has a mirror."""
+    """Return the sort key of a version: the latest owner comes first, even though it does not grant
+    claims while it has a mirror.
+    """
     is_first = version.copy_hops == 0
     return version.owner_epoch, version.mirror_no, is_first, not version.grants
 
