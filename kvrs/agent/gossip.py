@@ -31,7 +31,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 class NodeGossip:
-    """An agent's gossip, from `start` to `close`."""
+    """An agent's member of the gossip, from `start` to `close`."""
 
     def __init__(self, config: Config, agent: NodeAgent, ring: Sequence[bytes]) -> None:
         self._agent = agent
@@ -55,7 +55,9 @@ class NodeGossip:
             await self.membership.start(host, port, seeds, bind)
 
     async def run(self, http: aiohttp.ClientSession) -> None:
-        """Watch and publish until cancelled; an exception is an internal error."""
+        """Watch instances and GPUs, and publish their facts, until cancelled; an exception is a
+        bug.
+        """
         self._http = http
         async with asyncio.TaskGroup() as self._group:
             self.learn()
@@ -63,7 +65,7 @@ class NodeGossip:
             self._group.create_task(self._publish())
 
     def learn(self) -> None:
-        """Watch new instances of the agent, and follow moved ones to their address."""
+        """Watch the node's new instances, and follow instances with a new address to it."""
         self._instances.update({each.id: each for each in self._agent.node.instances})
         if self._group is None or self._http is None:
             return

@@ -84,7 +84,7 @@ class GpuSensor:
     """Blocking NVML calls, all from one thread. `nvml` is the module `pynvml`."""
 
     def __init__(self, nvml: Any) -> None:
-        """Raises NoGpusError: no driver, or no GPU."""
+        """Open NVML. Raises NoGpusError: there is no driver, or no GPU."""
         self._nvml = nvml
         self._unsupported = {getattr(nvml, f"NVML_ERROR_{name}") for name in _UNSUPPORTED}
         self._gone = {getattr(nvml, f"NVML_ERROR_{name}") for name in _GONE}
@@ -299,10 +299,10 @@ class GpuMonitor:
             try:
                 sensor = sensor or self._find()
                 readings = None if sensor is None else sensor.read()
-            except Exception as error:  # `run` raises this internal error.
+            except Exception as error:  # The error is a bug, which `run` raises.
                 readings = error
                 self._stop.set()
-            # The event loop may be closed already.
+            # The event loop may be closed by now.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._readings.put_nowait, readings)
             if sensor is None:

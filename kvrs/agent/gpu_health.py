@@ -45,7 +45,7 @@ class Reading:
     # Driver's reason why the GPU is gone, or unusable before a reset; None: it is neither.
     lost: str | None = None
     silent: str | None = None  # Other reason why the GPU did not answer; None: it answered.
-    xids: tuple[int, ...] = ()  # XIDs since the reading before.
+    xids: tuple[int, ...] = ()  # XIDs that came since the last reading.
     # Number of uncorrected memory errors since the driver's start.
     ecc_uncorrected: int | None = None
     remap_pending: bool = False  # A memory row waits for its replacement at the next reset.
@@ -71,7 +71,7 @@ class _Watched:
     health: GpuHealth
     # Counter in the last reading that had it; None: no reading had it.
     ecc_uncorrected: int | None = None
-    # Time of the last symptom of at least each severity.
+    # By severity, the time of the last symptom that was at least as severe.
     symptoms_s: dict[GpuState, float] = field(default_factory=dict)
     silent_since_s: float | None = None
 

@@ -61,8 +61,8 @@ class NodeAgent:
         directory: StoreDirectory,
         older: Sequence[bytes] = (),
     ) -> None:
-        """Raises ConfigError: the directory has no room for `backup.capacity_bytes`, or cannot be
-        used.
+        """`older`: further accepted secrets. Raises ConfigError: the directory has no room for
+        `backup.capacity_bytes`, or cannot be used.
         """
         self.node = node_of(config, node)
         self._directory = directory
@@ -127,7 +127,7 @@ class NodeAgent:
         return self.fences.targets
 
     def learn(self, config: Config) -> None:
-        """Serve further instances of this node, from a new configuration.
+        """Serve also the instances of this node that are new in this configuration.
 
         Raises:
             ConfigError: the configuration lacks this node.
@@ -218,7 +218,7 @@ class NodeAgent:
             copier.start()
 
     async def close(self) -> None:
-        """Serve no more pages and rows."""
+        """Stop serving pages and rows, and end their connections."""
         for copier in self._copiers:
             copier.close()
         self._rows.close()

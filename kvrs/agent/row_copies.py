@@ -69,7 +69,7 @@ class RowCopies:
 
     @property
     def spaces(self) -> list[Space]:
-        """Spaces with copied rows."""
+        """Spaces of which rows are held."""
         return [each.space for each in list(self._spaces.values()) if each.rows]
 
     @property
@@ -97,7 +97,9 @@ class RowCopies:
         self._spaces[space].rows[key] = row
 
     def lose(self, now_s: float) -> None:
-        """Note that the other agent is lost."""
+        """Note that the other agent cannot be reached; the first call since its last answer counts
+        as the time of its loss.
+        """
         if self._lost_s is None:
             self._lost_s = now_s
 
@@ -112,7 +114,7 @@ class RowCopies:
 
 
 class RowCopier:
-    """The thread that loads copies."""
+    """A thread that loads copies of another agent's protected rows."""
 
     def __init__(
         self,

@@ -114,7 +114,8 @@ async def _serve(
         ready()
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            # Raise internal errors: a process without one of its jobs must not seem alive.
+            # A bug that has ended a job is raised here: a process without one of its jobs must not
+            # seem alive.
             task.result()
     finally:
         for task in tasks:

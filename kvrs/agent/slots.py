@@ -31,13 +31,13 @@ SHORTEST_WAIT_S = 0.05  # Shortest wait that a denial names, even if a slot shou
 QUEUE_TIMEOUT_S = 1.0
 # Time for which an attempt's end is remembered: longer than a late message about it takes.
 ENDED_KEEP_S = 60.0
-_WEIGHT = 0.2  # Weight of the last transfer in the mean duration (EWMA).
+_WEIGHT = 0.2  # Weight of the newest transfer's duration in the moving average of durations.
 # Time without a call of `expire` after which this process counts as paused. Its leases are then
 # prolonged by `_GRACE_S`, since renewals may be unread.
 _STALL_S = 2.0
 _GRACE_S = 2.0
 
-Number = tuple[int, int]  # (owner_epoch, attempt)
+Number = tuple[int, int]  # Owner epoch and number of an attempt; a larger pair is later.
 
 
 def number_of(asked: SlotRequest) -> Number:
@@ -68,7 +68,8 @@ class _Target:
     held: dict[StreamId, _Lease] = field(default_factory=dict)  # Leases by stream, oldest first.
     # Queue entries by stream, in the order of the first denial.
     queue: dict[StreamId, _QueueEntry] = field(default_factory=dict)
-    duration_s: float | None = None  # Mean duration of a transfer (EWMA); None: none has ended yet.
+    # Moving average of transfers' durations; None: no transfer has ended yet.
+    duration_s: float | None = None
     peak: int = 0
     granted: int = 0
     denied: int = 0
@@ -203,7 +204,7 @@ class SlotTable:
         return free, 0.0 if free else self._expected_wait_s(found, len(found.queue), now_s)
 
     def check(self) -> None:
-        """Assert the invariants. O(leases)."""
+        """Assert the invariants of leases and queues. O(leases)."""
         assert self._leased == {
             stream: name for name, each in self._targets.items() for stream in each.held
         }

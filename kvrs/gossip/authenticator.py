@@ -45,7 +45,7 @@ from kvrs.gossip.wire import MAX_PACKET_BYTES
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
 
-Address = tuple[str, int]  # Numeric host and port: no name is looked up.
+Address = tuple[str, int]  # Numeric host, and port.
 
 MAX_PAYLOAD_BYTES = MAX_PACKET_BYTES
 # Length of the replay window per sender, in packets: a packet that more have overtaken is rejected.
@@ -80,7 +80,7 @@ class Rejection(StrEnum):
     # The MAC is wrong: the packet was made without the key, or changed on its way.
     FORGED = "forged"
     NAME = "name"  # The sender's name is not UTF-8.
-    # The sender has this node's name: a reflection, or two processes with one name.
+    # The sender has this node's name: the packet was sent back, or two processes have one name.
     OWN = "own"
     TOO_MANY_SENDERS = "too_many_senders"
     OLD_EPOCH = "old_epoch"
@@ -89,7 +89,7 @@ class Rejection(StrEnum):
         "twin"
     )
     REPLAYED = "replayed"
-    BEHIND_WINDOW = "behind_window"  # The packet is older than the replay window.
+    BEHIND_WINDOW = "behind_window"  # More than `WINDOW_PACKETS` packets have overtaken this one.
     UNPROVEN = "unproven"  # The packet does not echo this process's run.
 
 
@@ -129,7 +129,8 @@ class Keyring:
             f"a secret of less than {MIN_SECRET_BYTES} bytes"
         )
         keys = [derive(secret, b"kvrs-gossip") for secret in secrets]
-        # A derived id reveals nothing of the key, and needs no registry.
+        # Keys by id. An id that is derived from its key reveals nothing of it, and needs no
+        # registry.
         self.by_id = {derive(key, b"id")[:8]: key for key in keys}
         self.sending_id, self.sending_key = next(iter(self.by_id.items()))
 
@@ -268,7 +269,7 @@ class PacketAuthenticator:
                 return Rejection.REPLAYED
             sender.window |= 1 << age
             return None
-        # An unbounded shift would make a number as long as the sender chooses.
+        # The shift is bounded: otherwise the sender could make the number as long as it likes.
         sender.window = (sender.window << min(-age, WINDOW_PACKETS) | 1) & _WINDOW_MASK
         sender.newest = counter
         return None

@@ -184,8 +184,8 @@ class Detector:
     # This node's clock, transport and process call the methods below.
 
     def on_wakeup(self, now_s: float) -> None:
-        """Start anew after this node was stopped for longer than an interval: others may have
-        declared it dead, and its running probes prove nothing.
+        """Drop running probes, which prove nothing, and announce this node as alive: it was stopped
+        for longer than an interval, so others may have declared it dead.
         """
         self.prober.worsen_health()
         self.prober.clear()

@@ -30,8 +30,8 @@ RECONNECT_INTERVALS = 10.0
 FORGET_S = 3600.0  # Time for which a member that is dead or has left stays in the table.
 _DELTAS = 16  # Most packets that answer a digest; the next exchange brings the rest.
 _WANTS_SHARE = 0.5  # Largest share of a delta's bytes that `wants` may take.
-# After an exchange that has brought records, exchanges repeat at this share of an interval, for two
-# intervals: the next one may be lost.
+# Share of the interval at which exchanges repeat for `_BUSY_INTERVALS` after one that has brought
+# records, since more may be missing and packets may be lost.
 _BUSY_SHARE = 0.2
 _BUSY_INTERVALS = 2.0
 

@@ -14,7 +14,9 @@ Random = Callable[[], float]  # Function that returns random numbers, uniform in
 
 
 class Member:
-    """State of one node: its newest update, the copy of its record, and their digest entry."""
+    """Known state of one node: its newest update, the copy of its record, and the digest entry of
+    both.
+    """
 
     def __init__(self, update: MemberUpdate, since_s: float) -> None:
         self.id = update.id
@@ -54,7 +56,7 @@ class Members:
         # Ids of all members, sorted, because a digest covers a range of ids.
         self.ids: list[NodeId] = [me.id]
         self.peers: list[Member] = []  # Members that are alive or suspect, without this node.
-        self._round: list[Member] = []  # Members still to be probed in this round.
+        self._round: list[Member] = []  # Members that are still to be probed in the present round.
 
     def add(self, member: Member) -> None:
         self.table[member.id] = member
@@ -79,7 +81,7 @@ class Members:
             self.peers.remove(member)
 
     def random_peers(self, count: int, but: tuple[NodeId, ...] = ()) -> list[Member]:
-        """Up to `count` distinct random peers, none of them in `but`."""
+        """Return up to `count` distinct random peers whose ids are not in `but`."""
         found = list[Member]()
         peers, random = self.peers, self._random
         if len(peers) <= count + len(but):
@@ -91,8 +93,8 @@ class Members:
         return found
 
     def next_to_probe(self) -> Member | None:
-        """The next target: round robin in an order that is drawn anew every round (SWIM, section
-        4.3), so that no member waits longer than two rounds.
+        """Return the next member to probe; None: there are no peers. Each round probes all in a new
+        random order (SWIM, section 4.3), so no member waits longer than two rounds.
         """
         while True:
             while self._round:

@@ -61,8 +61,8 @@ class Gossip:
         seeds: Mapping[NodeId, str] | None = None,
         tombstone_s: float = TOMBSTONE_S,
     ) -> None:
-        """`epoch` is higher than that of every earlier process of this name; `seeds` has the
-        addresses of the first nodes to contact.
+        """`epoch` is higher than that of every earlier process of this name; `seeds`: addresses of
+        the nodes to contact first, by id.
         """
         assert epoch >= 1
         assert 0 < len(me) <= MAX_NAME_CHARS

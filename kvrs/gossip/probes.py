@@ -40,11 +40,13 @@ class Probe:
 
 
 class _Relayed(NamedTuple):
-    """A ping on behalf of another node, which gets a nack at `nack_s`."""
+    """A ping on behalf of another node, the requester, which gets a nack if there is no ack by
+    `nack_s`.
+    """
 
     target: NodeId
     requester: NodeId
-    seq: int  # Number of the requester's probe.
+    seq: int  # Number that the requester gave to its probe.
     nack_s: float
 
 
@@ -64,7 +66,7 @@ class Prober:
         self._sender = sender
         self._interval_s = interval_s
         self._probes: dict[int, Probe] = {}  # Probes by number; at most one per target.
-        # Relayed pings by number, in the order of their nacks.
+        # Relayed pings by their own number, in the order in which their nacks are due.
         self._relayed: dict[int, _Relayed] = {}
         self._seq = 0
 
@@ -179,7 +181,7 @@ class Prober:
         self._sender.send(target.id, Ping(me.epoch, me.incarnation, seq, updates))
 
     def send_nacks(self, now_s: float) -> None:
-        """Answer requesters whose targets have not acknowledged in time."""
+        """Send a nack to each requester whose target has not acknowledged in time."""
         for seq, relayed in list(self._relayed.items()):
             if relayed.nack_s > now_s:
                 return

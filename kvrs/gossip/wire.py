@@ -56,14 +56,15 @@ State = tuple[int, int, Status]
 
 
 class MemberUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """State of a member, of which only the member itself raises epoch and incarnation."""
+    """State of a member; only the member itself raises its epoch and incarnation."""
 
     id: Node
     epoch: Epoch
     incarnation: Natural
     status: Status
     address: Address
-    # Nodes that could not reach the member, in the order of their suspicions.
+    # Nodes that could not reach the member, in the order in which they suspected it; empty if it is
+    # not suspect or dead.
     suspectors: Annotated[tuple[Node, ...], msgspec.Meta(max_length=MAX_SUSPECTORS)] = ()
 
     @property
@@ -173,8 +174,8 @@ def encode(packet: Packet) -> bytes:
 
 
 def decode(data: bytes) -> Packet:
-    """Decode a packet. Raises GossipError: too long, not MessagePack, of another shape, or beyond a
-    bound.
+    """Decode a packet. Raises GossipError: the bytes are too long, not MessagePack, of another
+    shape, or beyond a bound.
     """
     if len(data) > MAX_PACKET_BYTES:
         raise GossipError(f"a packet of {len(data)} bytes; allowed: at most {MAX_PACKET_BYTES}")

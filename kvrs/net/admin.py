@@ -87,7 +87,7 @@ class AdminClient:
         return cls(url, next(iter(tokens), None), tls)
 
     def state(self) -> Any:
-        """`/kvrs/v1/state`.
+        """Read the proxy's state, `/kvrs/v1/state`.
 
         Raises:
             AdminError: there is no answer, or it is not that of a kvrs proxy.
@@ -95,7 +95,7 @@ class AdminClient:
         return self.read("state", "instances", "streams", "recoveries")
 
     def overview(self) -> Any:
-        """`/kvrs/v1/overview`.
+        """Read the page's overview of the cluster, `/kvrs/v1/overview`.
 
         Raises:
             AdminError: as `state`.
@@ -151,7 +151,8 @@ class AdminClient:
                 connection.request(method, self._path + path, body, headers=self._headers)
                 response = connection.getresponse()
                 body = response.read()
-            except ssl.SSLError as error:  # The server requires a client certificate.
+            # The error may say that the server requires a client certificate.
+            except ssl.SSLError as error:
                 raise _tls_error(url, error) from None
             except (OSError, HTTPException) as error:
                 # A server that requires a client certificate closes the connection without one.

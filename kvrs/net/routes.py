@@ -40,7 +40,7 @@ class Request(msgspec.Struct, eq=False):
     keep_alive: bool
     minor_version: int  # Minor version of HTTP/1: 0 or 1.
     query: Mapping[str, str]
-    content_length: int | None  # Length of the body; None: in chunks.
+    content_length: int | None  # Length of the body in bytes; None: it comes in chunks.
     body: bytes
     coming: Body | None
     remote: str
@@ -102,7 +102,7 @@ def _check_size(request: Request) -> None:
 
 
 class Response(msgspec.Struct, eq=False):
-    """A response; `body` is None if everything has been written already."""
+    """A response; `body` None: the handler has written the whole response itself."""
 
     status: int = 200
     body: bytes | None = b""

@@ -269,7 +269,7 @@ class HttpConnection(PortConnection):
         self._line.append(self, now_s + HEAD_S)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport is None or self._is_over:  # The connection is refused.
+        if self.transport is None or self._is_over:  # The connection was refused, or is ending.
             return
         if self._proof is not None:
             data = self._prove(self._proof, data)

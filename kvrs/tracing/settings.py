@@ -28,7 +28,9 @@ _SAMPLERS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Numbers of the variables; the SDK reads the other variables as specified."""
+    """Numbers that are read here, so that wrong values are refused; the SDK reads all other
+    variables by itself.
+    """
 
     timeout_s: float  # Time limit of a batch, including retries.
     delay_ms: int  # Interval between batches, unless a batch is full before.
@@ -85,7 +87,9 @@ class _Variables:
         self.faults: list[str] = []
 
     def name_of(self, key: str) -> str:
-        """Name of an exporter's variable: the variable for traces, else the one for all signals."""
+        """Return the name of the variable that sets this key of the exporter: the variable for
+        traces if it is set, else that for all signals.
+        """
         name = f"{_EXPORTER}TRACES_{key}"
         return name if self._environ.get(name) else f"{_EXPORTER}{key}"
 
@@ -114,14 +118,16 @@ class _Variables:
             self.faults.append(f"{name}: got {text!r:.80}; allowed: from 0 to 1")
 
     def pairs(self, name: str) -> None:
-        """Check the form `key=value,key=value`."""
+        """Note a fault unless the variable has the form `key=value,key=value`."""
         for part in filter(None, map(str.strip, self._environ.get(name, "").split(","))):
             key, equals, _ = part.partition("=")
             if not equals or not key.strip():
                 self.faults.append(f"{name}: got {part!r:.80}; allowed: key=value, by commas")
 
     def certificates(self) -> None:
-        """Check the certificate files, which the exporter reads only with the first batch."""
+        """Note a fault for each certificate file that cannot be used: the exporter reads them only
+        with the first batch.
+        """
         names = "CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"
         authorities, certificate, key = files = [*map(self.of_exporter, names)]
         if not any(files):

@@ -28,7 +28,7 @@ _PAUSE_S = 0.1
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError: the address cannot be had."""
+    """Return a socket that listens at this address. Raises OSError: it cannot be bound."""
     listener = page_socket(host)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,8 +41,8 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class AcceptLoop:
-    """Serves each connection in a task of its own, which closes it and may end at any error of its
-    peer.
+    """Serves each connection in a task of its own. The task closes the connection, and may end at
+    any error of the peer.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class AcceptLoop:
         with an exception that `serve` raises by a bug.
         """
         self._serve, self._failed = serve, failed
-        # Listening sockets by accepting task.
+        # Listening sockets, by the task that accepts their connections.
         self._listeners: dict[asyncio.Task[None], socket.socket] = {}
         self._connections: set[asyncio.Task[None]] = set()
-        # Connections in their hand-shake, the oldest first: address and start.
+        # Client's address and time of accepting of each connection whose hand-shake is not over,
+        # oldest first.
         self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
         self._handshake_over = asyncio.Event()
 
@@ -97,7 +98,7 @@ class AcceptLoop:
             task.add_done_callback(partial(self._finished, sock))
 
     async def _make_room(self) -> None:
-        """Wait until one more connection may be in its hand-shake."""
+        """Wait until fewer than `MAX_STRANGERS` connections are in their hand-shake, or end one."""
         while len(self._strangers) >= MAX_STRANGERS:
             counts = Counter(address for address, _ in self._strangers.values())
             ((crowd, _),) = counts.most_common(1)
@@ -121,7 +122,7 @@ class AcceptLoop:
         self._handshake_over.set()
 
     def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        # The task may have been cancelled before it ran, and so closes nothing.
+        # A task that was cancelled before it ran has not closed its socket.
         sock.close()
         self._connections.discard(task)
         self._no_stranger(task)

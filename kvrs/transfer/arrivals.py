@@ -31,8 +31,8 @@ class Arrived(NamedTuple):
 
 
 class Arrivals:
-    """Bytes that have arrived at a connected TCP socket, read or not. Times are of
-    `time.monotonic`.
+    """Counts the bytes that have arrived at a connected TCP socket, whether or not they were read,
+    and tells when. Times are those of `time.monotonic`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,8 +43,9 @@ class Arrivals:
         self.look()
 
     def reading(self, read_bytes: int) -> None:
-        """Note that the owner has read `read_bytes` and is about to read more. If this makes room
-        that the sender has waited for, the time since the last bytes is not the link's.
+        """Note that the owner has read `read_bytes` and is about to read more. If the sender has
+        waited for this room in the buffer, the time since the last arrival counts as waiting, not
+        as the link's.
         """
         try:
             now_s, info = time.monotonic(), self._info()

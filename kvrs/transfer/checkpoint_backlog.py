@@ -43,7 +43,8 @@ ROOM_S = 5.0
 # Most page ranges of one batch, so that its STORE frame stays far below the largest allowed one.
 _MAX_RANGES = 1024
 
-# First pause before a silent agent is tried again; it doubles.
+# First pause before an agent that did not answer is tried again; each further pause is twice as
+# long.
 RETRY_S = 0.5
 RETRY_MOST_S = 5.0
 
@@ -52,7 +53,7 @@ class Followed(Protocol):
     """A sequence whose pages are sent: `kvrs_engine.scheduling.sequences.Sequence` is one."""
 
     stream: StreamId
-    attempt: tuple[int, int]  # (owner epoch, attempt)
+    attempt: tuple[int, int]  # Owner epoch and number of the attempt; a larger pair is later.
     tags: list[Tag]  # Tags of all full pages of its tokens, computed or not.
     computed_tokens: int
     history_tokens: int
@@ -65,17 +66,20 @@ class CheckpointDelivery:
     claim: CheckpointClaim
     holder: InstanceId
     reserved_bytes: int
-    order: int  # Order of begin: lower is earlier.
+    order: int  # Number in the order in which deliveries began: a lower one is sent first.
     sequence: Followed  # Sequence with the pages; its tags grow.
     handed_over_pages: int  # Leading pages that the prefill instance is probably sending; 0: none.
-    full_pages: int = 0  # Full pages computed here.
-    held_pages: int = 0  # Leading pages that the holder has, by its last answer.
-    looked_pages: int = -1  # `held_pages` at the last offer, while `handed_over_pages` counts.
+    full_pages: int = 0  # Number of full pages that this instance has computed.
+    held_pages: int = 0  # Number of leading pages that the holder has, by its last answer.
+    # `held_pages` at the last offer while the prefill instance sends pages; -1: no offer was
+    # answered.
+    looked_pages: int = -1
     offered: bool = False
     refused: bool = False
     no_room: bool = False  # The holder had no room at the last offer.
-    ended: bool = False  # No more pages will be computed; the rest is still sent.
-    missing: bool = False  # The next page is not in the pool; cleared when pages are filled again.
+    ended: bool = False  # The sequence computes no more pages; the unsent ones are still sent.
+    # The next page to send was evicted; False again once the sequence fills pages.
+    missing: bool = False
     not_before_s: float = 0.0
 
     @property
@@ -113,7 +117,8 @@ class CheckpointBacklog:
         self._deliveries: dict[Followed, list[CheckpointDelivery]] = {}
         self._current: dict[tuple[StreamId, InstanceId], CheckpointDelivery] = {}
         self._holders: defaultdict[InstanceId, _Holder] = defaultdict(_Holder)
-        self._waited_for: dict[InstanceId, None] = {}  # Holders with waiting deliveries.
+        # Holders that have deliveries with pages to send.
+        self._waited_for: dict[InstanceId, None] = {}
         self._begun = 0
 
     def held(self, sequence: Followed) -> dict[InstanceId, int]:

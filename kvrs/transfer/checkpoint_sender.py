@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Time for which filled pages are gathered in one message, and so the lag of a checkpoint.
 GATHER_S = 0.05
 
-# A delivery, with the first page and the end of its next range.
+# A delivery, and first page and end (exclusive) of its next range.
 DueRange = tuple[CheckpointDelivery, int, int]
 
 
@@ -46,8 +46,8 @@ class CheckpointSender(ABC):
         clock: Callable[[], float],
         retry_most_s: float = RETRY_MOST_S,
     ) -> None:
-        """`staging_pages`: most lent pages. `retry_most_s`: longest pause before a silent holder is
-        asked again.
+        """`staging_pages`: most pages that may be lent at a time. `retry_most_s`: longest pause
+        before a silent holder is asked again.
         """
         self.lent_pages = 0
         self.backlog = CheckpointBacklog(page_size_tokens)
@@ -113,7 +113,7 @@ class CheckpointSender(ABC):
             await asyncio.get_running_loop().create_future()
 
     async def serve(self, agent: InstanceId) -> None:
-        """Send to one agent until cancelled."""
+        """Make offers and send pages to one agent until cancelled."""
         pause_s, more = RETRY_S, False
         while True:
             await self._due(agent)
@@ -172,7 +172,9 @@ class CheckpointSender(ABC):
             self._room.set()
 
     async def _send(self, peer: Peer, ranges: Sequence[DueRange]) -> int:
-        """Send the present pages of these ranges; return their number."""
+        """Send these ranges, up to the first evicted page of each; return the number of sent
+        pages.
+        """
         answers = await self.send(peer, ranges)
         now_s, sent = self.clock(), 0
         for (delivery, first, _), answer in zip(ranges, answers, strict=True):

@@ -21,7 +21,9 @@ _MAX_IDLE_PER_PEER = 4
 
 @dataclass(slots=True, eq=False)
 class PageConnection:
-    """A connection between one epoch of each end: a server whose epoch has risen closes it."""
+    """A connection between two processes in their present epochs: it is closed once an end has
+    another epoch.
+    """
 
     stream: SocketStream
     peer: Peer
@@ -29,7 +31,8 @@ class PageConnection:
     server: Identity
     request_id: int = 0  # Id of the last question, which an answer must carry.
     mac: bytes = b""  # MAC of the last question's first answer, to be checked with the payload.
-    memory: mmap.mmap | None = None  # The peer's file with its pages, once it sent a descriptor.
+    # Mapping of the peer's file with its pages; None: the peer has sent no descriptor.
+    memory: mmap.mmap | None = None
 
     async def ask(self, question: "Question", *expected: FrameType) -> AnswerHeader:
         """Send a question under a new request id; return the start of the answer, whose MAC is
@@ -77,8 +80,8 @@ class ConnectionPool:
             except StalledError:
                 raise
             except TransferError:
-                # The idle connection may have been closed; only a new connection's failure is the
-                # peer's.
+                # The peer may have closed the idle connection; only a new connection's failure is a
+                # failure of the peer.
                 pass
         connection = await self._connect(peer)
         if expected_epoch is not None and connection.server.epoch != expected_epoch:
@@ -193,7 +196,7 @@ class ConnectionPool:
 
 
 class LocalConnectionPool(ConnectionPool):
-    """Connections over UNIX sockets of processes on this host."""
+    """Connections to processes of this host over their UNIX sockets, which lend pages."""
 
     async def _located(self, peer: Peer) -> Peer:
         return peer

@@ -36,7 +36,7 @@ _OWN_SHARE = 0.8
 
 
 class Pulled(NamedTuple):
-    """Counts of an engine since its start."""
+    """Transfers that an engine has completed since its start: number, bytes and seconds."""
 
     transfers: float
     size_bytes: float
@@ -45,7 +45,7 @@ class Pulled(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FetchedHandOff:
-    """A hand-off on its way to the engine."""
+    """A hand-off that the engine fetches, or has fetched since its counts were last read."""
 
     source: NodeId
     size_bytes: float  # Predicted size, without what the engine's prefix cache has.
@@ -55,7 +55,7 @@ class FetchedHandOff:
 
 @dataclass(slots=True, eq=False)
 class _Rate:
-    """Means of the samples, as of `measured_s`."""
+    """Mean rate of a link and its spread; `measured_s`: time of the last sample."""
 
     bytes_per_s: float
     spread: float  # Mean absolute deviation of the samples from the rate, in bytes per second.
@@ -65,7 +65,7 @@ class _Rate:
 
     @classmethod
     def of(cls, bytes_per_s: float, now_s: float) -> "_Rate":
-        """Start a rate with its first sample."""
+        """Make the rate of a link whose first sample this is."""
         return cls(bytes_per_s, _FIRST_SPREAD * bytes_per_s, now_s)
 
     def add(self, size_bytes: float, bytes_per_s: float, now_s: float) -> None:

@@ -29,10 +29,10 @@ class LentFile:
         self._region: Region | None = None
 
     async def lend(self, pull: PullFrame) -> None:
-        """Answer a MAP; returns after UNMAP.
+        """Answer a MAP frame, and keep its pages pinned until the client's UNMAP.
 
         Raises:
-            TransferError: a tail is asked for, or the client is too slow.
+            TransferError: the request includes a tail, or no UNMAP comes before the stall timeout.
         """
         request = pull.request
         if request.tail_index is not None:

@@ -29,7 +29,7 @@ _MAX_CHUNK_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A transfer's wait to send; over once `granted_bytes` is not 0."""
+    """A transfer's place in the queue for sending; it may send once `granted_bytes` is not 0."""
 
     traffic: TrafficClass
     wanted_bytes: int
@@ -60,7 +60,8 @@ class LinkTurns:
     def set_rate(self, bytes_per_s: float | None, now_s: float) -> None:
         """Set the link's rate from now on; None: unlimited; 0: cut."""
         if bytes_per_s != self._bytes_per_s:
-            # Credit and debt of another rate are dropped.
+            # The state begins anew: credit and debt at the old rate would not be those at the new
+            # one.
             self._bytes_per_s, self._used_until_s = bytes_per_s, now_s
 
     def begin(self, traffic: TrafficClass) -> None:
@@ -74,7 +75,7 @@ class LinkTurns:
         assert self._open[traffic] >= 0
 
     def ask(self, traffic: TrafficClass, wanted_bytes: int, now_s: float) -> Turn:
-        """Queue for the right to send up to that many bytes; call `grant` next."""
+        """Queue for the right to send up to `wanted_bytes`; the caller then calls `grant`."""
         assert wanted_bytes > 0
         # An idle link earns no credit, which would let probes and short transfers exceed the limit.
         # A link whose senders are late by less than the tolerance was not idle.
@@ -98,8 +99,8 @@ class LinkTurns:
             return self._grant_freely()
         granted: list[Turn] = []
         while (due_s := self.next_s()) is not None and due_s <= now_s:
-            # A late grant's bytes are made up for, spread over the class: otherwise the first would
-            # always get them.
+            # Bytes missed by a late grant are made up for in equal shares of the class's waiting
+            # transfers: otherwise the first would always get all.
             self._used_until_s += max(0.0, now_s - due_s - _CATCH_UP_S)
             queue = self._first_queue()
             late_bytes = int((now_s - self._used_until_s) * self._bytes_per_s / len(queue))

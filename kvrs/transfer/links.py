@@ -17,13 +17,13 @@ from kvrs.transfer.limiter import LinkTurns, Turn
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import SocketStream
 
-# Keepalive bytes per stall timeout of a transfer that waits for a higher class, because a peer
-# gives up an end that sends nothing.
+# Number of keepalive bytes that a waiting transfer sends per stall timeout, because a peer gives up
+# a connection on which nothing comes.
 _KEEPALIVES = 4
 
-# Bytes of small pages gathered per system call: about what the sockets hold, so that sender and
-# receiver on a shared CPU do not alternate more than needed. The kernel takes at most 1024 buffers,
-# two per page.
+# Bytes of small pages that are gathered for one system call: about what the sockets hold, so that
+# sender and receiver on a shared CPU do not alternate more than needed. `_GATHER_PAGES`: the kernel
+# takes at most 1024 buffers, two per page.
 _GATHER_BYTES = 1 << 20
 _GATHER_PAGES = 256
 
@@ -79,7 +79,8 @@ class SendingLink:
                 self._serve()
 
     async def turn(self, traffic: TrafficClass, wanted_bytes: int) -> int:
-        """Wait for the right to send; return the number of bytes, at least one.
+        """Wait for the right to send; return the number of bytes that may be sent now, at least
+        one.
 
         Raises:
             TransferError: the link was cut by a fault for the whole stall timeout, so that the
@@ -148,12 +149,14 @@ class Sender:
             size -= granted
 
     def payload(self, page: memoryview) -> memoryview:
-        """The bytes to send for a checksummed page: the page, unless a fault damages it."""
+        """Return the bytes to send for a checksummed page: the page itself, or a damaged copy while
+        a fault damages pages.
+        """
         return self._link.faults.payload(page)
 
 
 def split(buffers: Sequence[Bytes], size: int) -> tuple[list[Bytes], list[Bytes]]:
-    """The first `size` bytes of `buffers`, and the rest."""
+    """Return the first `size` bytes of `buffers`, and the rest."""
     first: list[Bytes] = []
     for index, buffer in enumerate(buffers):
         if size < len(buffer):

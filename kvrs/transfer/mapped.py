@@ -65,7 +65,7 @@ class _Copy:
         checksums: Sequence[int],
         part: PagePart | None = None,
     ) -> None:
-        self._part = part  # Part of each page; None: the whole page.
+        self._part = part  # Part of each page to copy; None: the whole page.
         self._pages = list(zip(sources, targets, checksums, strict=True))
         self._size_bytes = sum(map(len, targets))
         per_thread = max(1, -(-len(self._pages) // _THREADS))
@@ -136,13 +136,13 @@ class PageMapper:
         expected_epoch: int | None,
         copied: Callable[[int], None],
     ) -> bool:
-        """Fill `views` with the pages of `request` that the agent has; return whether it has all.
-        `copied` is called with the number of further correct pages, in order. Once this has
-        returned, raised or was cancelled, the views are not written any more.
+        """Fill `views` with copies of the pages of `request` that the peer has; return whether it
+        has all. `copied` is called with the number of further correct pages, in order. Once this
+        has returned, raised or was cancelled, the views are not written any more.
 
         Raises:
-            TransferError: the agent cannot be reached over its socket, refuses, or a page is not
-                what was stored.
+            TransferError: the peer cannot be reached over its socket, refuses, or a page's checksum
+                is wrong.
         """
         per_batch = max(1, _BATCH_BYTES // max(1, len(views[0]))) if views else 1
         for first in range(0, max(1, len(views)), per_batch):

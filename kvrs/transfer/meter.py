@@ -38,8 +38,8 @@ from typing import NamedTuple
 
 from kvrs.ids import NodeId
 
-# Time constant of the moving average: five of these after a step the estimate is within 1 % of the
-# rate.
+# Time constant of the moving average: after five of these the estimate is within 1 % of a rate that
+# has changed.
 TIME_CONSTANT_S = 2.0
 
 # Duration of a probe at the estimated rate, its smallest size, and the largest share of a link that
@@ -65,7 +65,9 @@ _SPREAD_CONSTANTS = 4  # Time constant of the spread, as a multiple of `TIME_CON
 
 # Factor between sample and estimate, in either direction, above which the sample is a step.
 _FAR = 1.5
-_TREND = 0.1  # Weight of a sample in the deviations that tell a trend from noise.
+# Weight of the newest sample in the two averages of deviations, by which a trend is told from
+# noise.
+_TREND = 0.1
 
 # Factor from a probe's bytes to those on the link, with frames and packet headers.
 _PROBE_OVERHEAD = 1.05
@@ -251,7 +253,7 @@ class LinkMeter:
             return True
         if link.bytes_per_s is None:
             return now_s - link.probed_s >= max(interval_s, _BLIND_PAUSE_S)
-        # A slowed link counts as slow at once, before the estimate has followed.
+        # A link that has become slow counts as slow at once, before the estimate has followed.
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
         return now_s - link.probed_s >= link.probes * size_bytes * _PROBE_OVERHEAD * probers / (
             PROBE_SHARE * slowest

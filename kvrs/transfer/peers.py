@@ -20,7 +20,7 @@ from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.shared_memory.regions import Region
 
-PAGES_SOCKET = "pages"  # Name of the socket in the directory of an agent's store.
+PAGES_SOCKET = "pages"  # Name of the socket for lending pages in the directory of an agent's store.
 
 __all__ = [
     "PAGES_SOCKET",
@@ -66,9 +66,11 @@ class PinnedPages:
     # Checksums of the leading pages, taken when they were stored, so that later damage is found.
     # Those of the other pages are computed when they are sent.
     checksums: Sequence[int] = ()
-    # Checksums of each page's cells, by `cell_checksums`, if a part is requested.
+    # Checksums of each page's cells, as `cell_checksums` returns them, if a part is requested; else
+    # empty.
     cells: Sequence[memoryview] = ()
-    # The file with the full pages, if processes of this host may map it, and each one's offset.
+    # The file with the full pages, and the offset of each page in it; None: processes of this host
+    # cannot map the pages.
     region: Region | None = None
     offsets: Sequence[int] = ()
 
@@ -84,8 +86,8 @@ class PinnedPages:
 
 
 class PageSource(Protocol):
-    """The pages that a page server serves. All calls come from the event loop and must not block
-    it for long.
+    """Source of the pages that a page server serves. All calls come from the event loop and must
+    not block it for long.
     """
 
     def identity(self) -> Identity:
@@ -93,8 +95,8 @@ class PageSource(Protocol):
         ...
 
     def pinned(self, request: PullRequest) -> AbstractAsyncContextManager[PinnedPages]:
-        """Pin the held pages before anything is awaited; then wait until their bytes are readable.
-        They stay in place until the context ends.
+        """Pin the longest held prefix of the requested pages before anything is awaited; then wait
+        until their bytes are readable. The pages stay in place until the context ends.
 
         Raises:
             TransferError: the pages cannot be read.
@@ -112,7 +114,7 @@ class PullResult:
     tail: bool
     bytes: int
     seconds: float  # Duration of the whole pull, including the time to connect.
-    gone: bool  # The peer no longer holds the missing pages.
+    gone: bool  # True if the peer does not hold the missing pages.
     error: str | None  # Reason why the pull stopped early; None: it is complete, or pages are gone.
 
 

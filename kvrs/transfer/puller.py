@@ -48,10 +48,12 @@ class _ActivePull:
     """A running pull: the destinations of its pages, and the number of correct arrivals."""
 
     request: PullRequest
-    views: list[memoryview]  # Views of the full pages, then perhaps of the tail.
+    views: list[memoryview]  # Memory for the full pages, then for the tail page if it is requested.
     tell: Callable[[int], None]
     verified: int = 0
-    mapped: int = 0  # Pages that were mapped instead of sent; the request begins behind them.
+    # Number of leading pages that were copied from the peer's memory; the rest is requested over a
+    # socket.
+    mapped: int = 0
     gone: bool = False
 
     def add(self, pages: int) -> None:
@@ -61,7 +63,7 @@ class _ActivePull:
 
     @property
     def asked(self) -> PullRequest:
-        """The request for pages that are not mapped."""
+        """Return the request for the pages that were not copied from the peer's memory."""
         return replace(self.request, tags=self.request.tags[self.mapped :])
 
 
@@ -84,7 +86,7 @@ class PagePuller:
         # were mapped.
         self._unmapped = ""
         self.damaged_pages = 0  # Number of damaged pages received so far.
-        # Bytes of pages with a correct checksum.
+        # Bytes of correct pages received so far, by class of traffic.
         self.pulled_bytes = dict.fromkeys(TrafficClass, 0)
 
     async def pull(
@@ -130,7 +132,7 @@ class PagePuller:
 
     async def probe(self, peer: Peer, probers: int = 1) -> None:
         """Measure the link from the peer's node with a transfer of its own, unless it was measured
-        lately, or that many probers would take more than their share of it.
+        lately, or `probers` processes that probe it would take more than `PROBE_SHARE` of it.
         """
         if peer.directory is not None:
             await self._mapper.probe(peer)
@@ -144,11 +146,14 @@ class PagePuller:
             while (more_bytes := meter.follow_up_bytes(peer.node, least, most)) is not None:
                 await self._probe(peer, more_bytes, follows=True)
         except TransferError:
-            # An unreachable peer leaves its link unmeasured; its death is not detected here.
+            # The link of an unreachable peer stays unmeasured; other parts detect that the peer is
+            # dead.
             return
 
     def links(self) -> dict[NodeId, Measurement]:
-        """Measurements of the links from every node that sent pages or probes."""
+        """Return the measurements of the links from all nodes that have sent enough pages or
+        probes.
+        """
         return self._meter.measurements(self._clock())
 
     def link_reports(self) -> list[LinkReport]:

@@ -30,7 +30,7 @@ class PagePusher:
     ) -> None:
         self._pool = ConnectionPool(identity, secret, settings.stall_timeout_s)
         self._links = links
-        self.pushed_bytes = 0  # Bytes of pages that an agent has acknowledged.
+        self.pushed_bytes = 0  # Bytes of sent pages that agents have acknowledged, since the start.
 
     async def offer(
         self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
@@ -102,7 +102,9 @@ class PagePusher:
 
 
 async def _checksums(pages: Sequence[memoryview]) -> Iterator[int]:
-    """Checksums of pages, computed a few at a time so that the event loop is not blocked."""
+    """Return the checksums of pages; they are computed a few at a time, so that the event loop is
+    not blocked.
+    """
     checksums: list[int] = []
     for group in groups(pages):
         if checksums:

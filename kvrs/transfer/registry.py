@@ -17,13 +17,16 @@ from kvrs.transfer.store.directory import store_directory
 async def probe_links(
     puller: PagePuller, registry: Mapping[InstanceId, Peer], own: InstanceId, interval_s: float
 ) -> None:
-    """Probe the links from all peers once per interval, except links with traffic."""
+    """Probe the links from all peers' nodes once per interval, until cancelled; a link that traffic
+    has just measured is skipped.
+    """
     while True:
         peers = [*registry.values()]
         # Number of this node's instances, which probe the same links.
         probers = [peer.node for peer in peers].count(registry[own].node)
         for peer in peers:
-            # Once a peer has answered, the others of its node are not probed.
+            # A peer's answer measures the link from its node, so the node's other peers are then
+            # skipped.
             if peer.instance != own:
                 await puller.probe(peer, probers)
         await asyncio.sleep(interval_s)

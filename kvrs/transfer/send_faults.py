@@ -16,7 +16,9 @@ class LinkRate:
 
 
 class SendingFaults:
-    """Slowed or cut links, and pages with a bit flipped on their way."""
+    """Injected faults of sends: slowed or cut links, and a number of pages whose copies have a bit
+    flipped.
+    """
 
     def __init__(self) -> None:
         self._holds: dict[NodeId, LinkRate] = {}

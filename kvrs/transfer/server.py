@@ -37,7 +37,9 @@ _PROBE_PIECE = bytes(1 << 16)
 
 
 class PageServer:
-    """One listening socket, and one task per connection, which ends at any error of its peer."""
+    """Serves the connections of a listening socket, each in a task that ends at any error of the
+    peer.
+    """
 
     def __init__(
         self,
@@ -64,10 +66,10 @@ class PageServer:
         return self._links.faults
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port, which the system chooses for 0.
+        """Listen; return the port, which the system chooses if `port` is 0.
 
         Raises:
-            OSError: the address cannot be had.
+            OSError: the address cannot be bound.
         """
         listener = listening(host, port)
         self._accepting.listen(listener)
@@ -77,7 +79,7 @@ class PageServer:
         """Let processes of this user and host map pages, over a UNIX socket in that directory.
 
         Raises:
-            OSError: the socket cannot be had.
+            OSError: the socket cannot be made.
         """
         listener = listen_in(directory, name, socket.SOCK_STREAM)
         listener.setblocking(False)
@@ -110,7 +112,9 @@ class PageServer:
             log.info("page connection closed: %s", error)
 
     async def _shake_hands(self, sock: socket.socket) -> tuple[Identity, Identity, SocketStream]:
-        """Shake hands; return the own identity as given to the client, and the client's."""
+        """Carry out the hand-shake; return the own identity that the client was given, the client's
+        identity, and the connection's stream.
+        """
         try:
             stream = SocketStream(sock, self._settings.stall_timeout_s)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -132,7 +136,8 @@ class PageServer:
             await stream.wait_for_data()
             frame_type, body = await stream.receive_question(*questions)
             if self._source.identity() != own:
-                # The peer was given another epoch, or other pages, and must connect anew.
+                # The epoch or pages given to the peer in the hand-shake have changed, so it must
+                # connect anew.
                 return
             if frame_type is FrameType.PULL:
                 pull = frames.decode_pull(body)
@@ -257,7 +262,7 @@ async def _receive_pages(
     views = [list(incoming.views) for incoming in arriving]
     assert all(len(own) == len(each.tags) for own, each in zip(views, ranges, strict=True))
     assert all(view is None or view.nbytes == page_bytes for own in views for view in own)
-    # Pages without a view all overwrite this buffer.
+    # All pages that are dropped are received into this buffer.
     dropped = memoryview(bytearray(page_bytes))
     pages = [dropped if view is None else view for own in views for view in own]
     macs = [memoryview(bytearray(SESSION_MAC_BYTES)) for _ in pages]

@@ -32,7 +32,8 @@ _BYTES_PER_TURN = 1 << 20
 _BYTES_PER_CALL = 1 << 20
 _MAX_VIEWS_PER_CALL = 256
 
-_DESCRIPTORS = 1  # Descriptors per message: that of the peer's file with its pages.
+# Most descriptors that come with a message: one, of the peer's file with its pages.
+_DESCRIPTORS = 1
 
 # Bytes of a piece in which bodies are read: memory is allocated for received bytes, never for
 # announced ones.
@@ -76,7 +77,9 @@ def tune(sock: socket.socket, stall_timeout_s: float) -> None:
 
 
 async def readable(sock: socket.socket, timeout_s: float | None) -> None:
-    """Wait until there is something to read or to accept. Raises StalledError."""
+    """Wait until the socket has bytes to read, or a connection to accept. Raises StalledError: it
+    has none within `timeout_s`; None: wait without limit.
+    """
     loop = asyncio.get_running_loop()
     await _ready(sock, loop.add_reader, loop.remove_reader, timeout_s)
 
@@ -129,7 +132,7 @@ class SocketStream:
         await self.send(memoryview(message)[sent:])
 
     async def receive_into(self, view: memoryview) -> None:
-        """Fill `view`."""
+        """Receive bytes until `view` is full."""
         await Filling(self, [view]).next()
 
     async def receive(self, size: int) -> bytes:
@@ -151,7 +154,9 @@ class SocketStream:
         return frame_type, body
 
     async def receive_answer(self, *expected: FrameType) -> tuple[AnswerHeader, bytes]:
-        """Receive the start of the next answer, and the MAC, which is checked with the payload."""
+        """Receive the header of the next answer, and its MAC, which the caller checks once it has
+        the payload.
+        """
         start = await self.receive(SEALED_ANSWER_BYTES)
         return decode_answer(start[:ANSWER_BYTES], *expected), start[ANSWER_BYTES:]
 
@@ -193,7 +198,9 @@ class SocketStream:
     async def _attempt(
         self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]
     ) -> int:
-        """Call `call`, which moves bytes and returns their number, once the socket is ready."""
+        """Call `call`, which sends or receives bytes and returns their number, again and again
+        until the socket is ready for it; `ready` waits for that.
+        """
         while True:
             if self._bytes_this_turn >= _BYTES_PER_TURN:
                 self._bytes_this_turn = 0

@@ -77,13 +77,13 @@ class AnchoredFiles:
             yield cls(directory, reserved_bytes=reserved_bytes)
 
     def memory(self, instance: InstanceId, epoch: int, kind: str, size: int) -> tuple[bool, int]:
-        """Attach an instance's memory. Returns whether it is new, and thus zero, and a descriptor,
-        which keeps the memory in use while open or mapped. Memory still used by another process is
-        fenced and left to it.
+        """Attach an instance's memory. Returns whether it is new, and thus all zeros, and a
+        descriptor, which keeps the memory in use while open or mapped. If another process still
+        uses the old memory, it is fenced and keeps that memory, and this process gets new memory.
 
         Raises:
             NoAgentError: the agent has ended.
-            AnchorError: this start is not above the last one, or there is not enough memory.
+            AnchorError: `epoch` is not above that of the last start, or there is not enough memory.
         """
         name, what = f"{_MEMORY}{quote(instance, safe='')}", f"memory of {instance!r}"
         with self._alone(), ExitStack() as undo:
@@ -133,8 +133,9 @@ class AnchoredFiles:
                     with suppress(FileNotFoundError):
                         self._directory.unlink(name + _UNFINISHED)
                     to_write = self._make(undo, name + _UNFINISHED, size, "weights")
-                    # Do not wait for the other descriptor's lock, which its process closes before
-                    # it commits: in between the arena would look like a dead writer's.
+                    # This descriptor shares the lock that marks the arena as used: the writer's
+                    # descriptor is closed before `commit`, and without the lock the arena would
+                    # look like a dead writer's.
                     to_read = self._open_arena(name + _UNFINISHED, size)
                     undo.pop_all()
                     return to_read, to_write
@@ -143,8 +144,8 @@ class AnchoredFiles:
             time.sleep(_POLL_S)
 
     def commit(self, key: str) -> None:
-        """Make an arena readable for all, and writable for none. Its writer has unmapped and closed
-        it; its reader may stay open.
+        """Make a written arena available to all readers. Its writer has unmapped it and closed its
+        descriptor; descriptors for reading may stay open.
 
         Raises:
             NoAgentError: the agent has ended.
@@ -225,7 +226,9 @@ class AnchoredFiles:
             os.close(fd)
 
     def _make(self, undo: ExitStack, name: str, size: int, what: str) -> int:
-        """Make a new file with all its memory allocated."""
+        """Make a new file with all its memory allocated; return its descriptor. `what` names the
+        file in errors.
+        """
         left = self._reserved_bytes - self._directory.used_bytes()
         room = self._directory.free_bytes() - max(0, left)
         if size > room:

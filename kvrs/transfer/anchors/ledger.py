@@ -31,8 +31,11 @@ log = logging.getLogger(__name__)
 HEADER_BYTES = 4096
 EPOCH_AT = 1024
 FORMAT = 2  # Format number of a ledger; pages behind a ledger of another format are not adopted.
-_RECORD = struct.Struct("<16s16sQQ")  # tag, tag of the page before, number of the write, checksum
-_ROW = struct.Struct("<16sI")  # tag of the last full page, pages; the stream's id
+# Tag of the page, tag of the page before it in the sequence, number of the write, checksum of the
+# page.
+_RECORD = struct.Struct("<16s16sQQ")
+# Tag of the stream's last full page, number of its full pages; the stream's id follows.
+_ROW = struct.Struct("<16sI")
 _RECORD_BYTES = 64
 _ROW_BYTES = 192
 _NOTE_BYTES = 4096
@@ -199,11 +202,11 @@ class PageLedger:
         self._header[:] = bytes(HEADER_BYTES)
 
     def write_note(self, note: bytes) -> None:
-        """Write facts for the next process, which need not determine them again."""
+        """Write facts for the next process, which then need not determine them again."""
         self._note.write(0, note)
 
     def read_note(self) -> bytes | None:
-        """The note of the process before; None: no complete note."""
+        """Return the note that the process before has written; None: there is no complete note."""
         return self._note.read(0)
 
     def _adopt_rows(self, parents: dict[Tag, Tag]) -> dict[StreamId, list[Tag]]:

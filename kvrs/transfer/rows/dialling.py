@@ -86,8 +86,8 @@ def dial_first(directories: Sequence[Path], timeout_s: float) -> socket.socket:
 
 
 def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
-    """Connect to a directory's agent. Raises OSError: none listens, this user may not enter the
-    directory, or others than its group may.
+    """Connect to the agent that listens in a directory. Raises OSError: no agent listens there,
+    this user may not enter the directory, or users outside the directory's group may.
     """
     connection = socket.socket(socket.AF_UNIX)
     try:
@@ -114,7 +114,8 @@ def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
     time.
     """
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # A resolver may take longer than the caller can wait.
+    # The name is looked up in a thread, because the resolver may take longer than the caller can
+    # wait.
     threading.Thread(
         target=lambda: found.put(_looked_up(host, port)), name="kvrs-names", daemon=True
     ).start()
@@ -138,7 +139,7 @@ def _looked_up(host: str, port: int) -> Any:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """Listen at an address. Raises OSError: unavailable."""
+    """Return a socket that listens at this address. Raises OSError: it cannot be bound."""
     listener = page_socket(host)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

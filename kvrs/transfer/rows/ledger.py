@@ -50,11 +50,12 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RowLedger:
-    """The writer's side, for one thread. Its memory ends with the last process that has it open.
+    """The writer's side of a ledger, for one thread. The memory is released with the last process
+    that has it open.
 
-    A lock on it (`link.py`) shows that the process lives. Closing any descriptor or map of this
-    memory in the process would release the lock: none is closed, and the writer's process makes no
-    view.
+    A lock on the memory's file (`link.py`) shows that the writer's process lives. Closing any
+    descriptor or map of this memory in the process would release the lock: none is closed, and the
+    writer's process makes no view.
     """
 
     def __init__(self, rows: int, row_bytes: int = 0) -> None:
@@ -103,8 +104,8 @@ class RowLedger:
         self._memory[at] = size | protected * _PROTECTED
 
     def close(self) -> None:
-        """Withdraw all rows for good: their keys no longer describe them, as after a change of
-        weights.
+        """Withdraw all rows for good, because their keys no longer describe their contents, as
+        after a change of weights.
         """
         self._words[_CLOSED_AT // 8] = 1
         for row in range(self.rows):
@@ -119,7 +120,8 @@ class LedgerView:
         """Map the ledger behind a descriptor, which stays the caller's.
 
         Raises:
-            TransferError: not a ledger, a size that is not fixed, or another version.
+            TransferError: the file is not a ledger, its size is not fixed, or it has another
+                version.
         """
         size = os.fstat(descriptor).st_size
         most = (MAX_ROWS + 1) * _ENTRY_BYTES
@@ -173,7 +175,7 @@ class LedgerView:
         return (key, sequence) if self.still(row, sequence) else None
 
     def protected(self) -> list[int]:
-        """Numbers of rows that running streams need."""
+        """Return the numbers of the rows that running streams need."""
         if self.is_closed:
             return []
         sizes = self._bytes[_ENTRY_BYTES + _KEY_AT :: _ENTRY_BYTES].tolist()

@@ -20,7 +20,9 @@ TOO_SLOW = "too slow"
 
 
 class RowStream:
-    """One end of a connection. Its owner closes it; an error leaves it unusable."""
+    """One end of a connection of the row port. Its owner closes it; after an error it cannot be
+    used further.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -71,7 +73,8 @@ class RowStream:
         proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES))
         try:
             while not proof.is_over:
-                # Read no byte beyond the proof: descriptors come with the next frame's first byte.
+                # Not a byte beyond the proof is read: descriptors come with the next frame's first
+                # byte, and would be lost.
                 answer, _ = proof.receive(self.receive_exactly(proof.wanted_bytes))
                 self.send(answer)
         except ProofError as error:
@@ -101,7 +104,7 @@ class RowStream:
         """Send bytes of a file without copying them.
 
         Raises:
-            TransferError: as in `send`, or a file that is too short.
+            TransferError: as in `send`, or the file is too short.
         """
         end = offset + size
         writable = select.poll()
@@ -130,7 +133,9 @@ class RowStream:
         self.send(frame[sent:])
 
     def receive_head(self) -> RowHead:
-        """Receive a frame's head. Raises TransferError: lost connection, or no frame."""
+        """Receive a frame's head. Raises TransferError: the connection is lost, or the bytes are no
+        frame.
+        """
         return rows.decode_head(self.receive_exactly(rows.HEAD_BYTES))
 
     def receive_head_with(self, most: int) -> tuple[RowHead, list[int]]:

@@ -39,7 +39,7 @@ class RowTags:
     """Verifies tags of rows."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
-        """A tag is valid under any of the cluster's secrets."""
+        """`secrets`: the cluster's; a tag made under any of them is valid."""
         self._secrets = secrets
 
     def is_right(self, tag: bytes, space: Space, key: bytes, row: bytearray | memoryview) -> bool:

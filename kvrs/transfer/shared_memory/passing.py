@@ -10,7 +10,8 @@ from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")  # The kernel's report of the other end: pid, uid, gid.
 _DESCRIPTOR_BYTES = array.array("i").itemsize
-# Plain numbers, because an operation on the members of `socket` takes longer than the call itself.
+# Flags of `recvmsg` as plain numbers, because an operation on the enum's members takes longer than
+# the system call.
 _CLOEXEC, _NO_ROOM, _CUT = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_CTRUNC, socket.MSG_TRUNC))
 
 
@@ -39,7 +40,7 @@ def bind_at(directory: int, name: str, listener: socket.socket) -> None:
 
 
 def remove_in(directory: Path, name: str) -> None:
-    """Unlink a socket, if it is there."""
+    """Unlink the socket of this name in a directory, if there is one."""
     with suppress(FileNotFoundError), opened(directory) as inside:
         os.unlink(name, dir_fd=inside)
 
@@ -71,7 +72,9 @@ def foreign_user(connection: socket.socket) -> str | None:
 
 
 def rights(descriptors: Sequence[int]) -> "list[tuple[int, int, array.array[int]]]":
-    """Control data for `sendmsg`: copies of descriptors, with a message's first byte."""
+    """Return the control data by which `sendmsg` sends copies of descriptors with a message's first
+    byte.
+    """
     if not descriptors:
         return []
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -105,7 +108,9 @@ def close_all(descriptors: list[int]) -> None:
 
 @contextmanager
 def opened(directory: Path) -> Iterator[int]:
-    """A descriptor of the directory, which must not be a link. Raises OSError."""
+    """Open a directory, which must not be a link, for the block. Raises OSError: it cannot be
+    opened.
+    """
     inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield inside

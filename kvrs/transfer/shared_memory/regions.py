@@ -27,7 +27,9 @@ class Region:
     """
 
     def __init__(self, descriptor: int, memory: mmap.mmap | None = None) -> None:
-        """Take over a writable descriptor. `memory`: the existing mapping of the file."""
+        """Take over a writable descriptor. `memory`: an existing mapping of the whole file; None:
+        it is mapped now.
+        """
         self.descriptor = descriptor
         # A finalizer closes the descriptor only once, although `close` may be called again, or
         # never.
@@ -80,7 +82,8 @@ def reserve(descriptor: int, first: int, size_bytes: int) -> None:
     """Allocate memory for a range of a file, which may extend the file.
 
     Raises:
-        OSError: no more memory. A write into an unallocated mapped page would kill the process.
+        OSError: there is not enough memory. Without allocation a write into the mapped file would
+            then kill the process.
     """
     found = os.fstat(descriptor)
     missing = max(0, max(found.st_size, first + size_bytes) - found.st_blocks * 512)
@@ -125,8 +128,8 @@ async def in_threads(
     parts: Sequence[Callable[[], object]],
     stop: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run work on `size_bytes`, in threads if it is large. A cancelled call calls `stop`, and
-    returns once all parts have ended.
+    """Run the parts of work on `size_bytes`: each in a thread, or here if there are few bytes. A
+    cancelled call calls `stop`, and returns once all parts have ended.
     """
     if size_bytes <= _SMALL_BYTES:
         for part in parts:

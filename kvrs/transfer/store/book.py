@@ -32,9 +32,9 @@ class _Reservation:
     until_s: float = 0.0
     # Tags of the stream's pages from page 0, as far as the writer has named and reserved them.
     tags: list[Tag] = field(default_factory=list)
-    # Slots of those pages, some of which are incoming; None: not here.
+    # Slot of each of those pages, complete or arriving; None: the page is not here.
     slots: list[int | None] = field(default_factory=list)
-    leading: int = 0  # Number of complete leading pages.
+    leading: int = 0  # Number of leading pages that are complete.
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +118,9 @@ class _Slots:
         return slot
 
     def drop(self, slot: int) -> None:
-        """Remove a user of a slot."""
+        """Remove a user of a slot; without users the slot is free, or cached if it has a complete
+        page.
+        """
         assert self.users[slot] > 0, f"slot {slot} is unpinned once too often"
         self.users[slot] -= 1
         if not self.users[slot]:
@@ -154,14 +156,14 @@ class CheckpointBook:
         self.capacity_slots = capacity_slots
         self.reserved_slots = 0
         self._reservations: dict[StreamId, _Reservation] = {}
-        # Last claims of released streams, kept for a time, because late offers would reserve room
-        # for nothing.
+        # Last claim of each released stream, and the time until which it fences late offers, which
+        # would reserve room for nothing.
         self._ended: dict[StreamId, tuple[_Order, float]] = {}
         self._slots = _Slots(capacity_slots)
 
     @property
     def held_slots(self) -> int:
-        """Number of complete pages, reserved and unreserved."""
+        """Number of complete pages, with or without a reservation."""
         return len(self._slots.by_tag)
 
     @property
@@ -307,8 +309,8 @@ class CheckpointBook:
             self._slots.drop(number)
 
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
-        """Adopt pages that an earlier process left in these slots, least recently used first. Only
-        for a new book.
+        """Adopt pages that an earlier process left in these slots, least recently used first. The
+        book must be new.
         """
         self._slots.adopt(pages)
 

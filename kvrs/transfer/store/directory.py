@@ -38,7 +38,7 @@ class PrivateDirectory:
     """A directory that only this user may use, and its files."""
 
     def __init__(self, path: Path) -> None:
-        """Open the directory. Raises OSError: missing, or not this user's alone."""
+        """Open the directory. Raises OSError: it is missing, or others may use it."""
         self.path = path
         self.fd = self._open()
 
@@ -61,7 +61,9 @@ class PrivateDirectory:
         return fd
 
     def open_own(self, name: str, flags: int) -> int:
-        """Open a file, which is no link. Raises OSError: missing, or not this user's alone."""
+        """Open a file in the directory. Raises OSError: it is missing, is a link, or others may use
+        it.
+        """
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         if reason := not_ours(os.fstat(fd)):
             os.close(fd)
@@ -156,8 +158,8 @@ class StoreDirectory(PrivateDirectory):
 
 
 def not_ours(status: os.stat_result, others: int = 0o077) -> str | None:
-    """Reason why a file or directory is not private to this user; None: it is. `others`: bits that
-    its mode must not have.
+    """Return the reason why a file or directory is not private to this user; None: it is private.
+    `others`: bits that its mode must not have.
     """
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}"

@@ -89,7 +89,7 @@ class HostStore:
         clock: Callable[[], float],
     ) -> None:
         """Adopt the pages that an earlier process left in the directory; all are read and verified.
-        `holder`: the agent of the node.
+        `holder`: id of the node's agent, under which it holds checkpoints.
 
         Raises:
             OSError: the directory cannot be used.
@@ -102,8 +102,8 @@ class HostStore:
         self._watchers: list[UnreportedChanges] = []
         self._is_short = False
         self._growing = asyncio.Event()
-        # Later processes have higher epochs. No file could record all earlier ones: a clean end
-        # leaves nothing, nor does a restarted machine.
+        # The wall clock gives later processes higher epochs. No file could record earlier epochs: a
+        # clean end leaves no file, nor does a restart of the machine.
         self.epoch = time.time_ns() // 1_000_000
         self._shelf: _Shelf | None = None  # Book and memory; None: no engine has connected yet.
         if (slab := Slab.open(directory, capacity_bytes)) is not None:
@@ -114,11 +114,11 @@ class HostStore:
 
     @property
     def kind(self) -> PageKind:
-        """Kind of the pages; empty before the first engine has connected."""
+        """Kind of the stored pages; `_NO_PAGES` before the first engine has connected."""
         return self._shelf.slab.kind if self._shelf else _NO_PAGES
 
     def identity(self) -> Identity:
-        """The agent as peers see it, at this moment."""
+        """Return the agent's identity that peers get at this moment."""
         return Identity(
             instance=self._holder,
             node=self._node,
@@ -277,7 +277,7 @@ class HostStore:
         self._directory.clear()
 
     def check(self) -> None:
-        """Assert that the book is consistent. O(slots)."""
+        """Assert that the book's indexes agree. O(slots)."""
         if self._shelf:
             self._shelf.book.check()
 
@@ -289,7 +289,7 @@ class HostStore:
         self._is_short = True
 
     def note(self, stream: StreamId, held: HeldPages) -> None:
-        """Note the answer to a stream's writer."""
+        """Note the answer to a stream's writer as a change for all watchers."""
         for changes in self._watchers:
             changes.streams.add(stream)
             if held.code is StoreCode.FULL:

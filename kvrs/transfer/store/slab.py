@@ -57,14 +57,14 @@ class Slab:
     """Pages by the number of their slot. The caller ensures that no slot is read while written."""
 
     def __init__(self, descriptor: int, kind: PageKind, capacity_bytes: int) -> None:
-        """Take over the descriptor, even at an error.
+        """Take over the descriptor, which is closed also if this raises.
 
         Raises:
             OSError: the file cannot have this size.
         """
         self.kind = kind
         self.slots = capacity_bytes // kind.page_bytes
-        # Offset of the page in a slot.
+        # Offset of the page within its slot.
         self._page_at = _aligned(_RECORD_BYTES + kind.page_cells * CHECKSUM_BYTES)
         self._slot_bytes = self._page_at + _aligned(kind.page_bytes)
         size_bytes = self._at(self.slots)
@@ -126,12 +126,15 @@ class Slab:
         return cls(descriptor, kind, capacity_bytes)
 
     def adopt(self) -> list[tuple[int, Tag]]:
-        """Slots and tags of the complete pages that an earlier process left, oldest first."""
+        """Verify the pages that an earlier process left; return slot and tag of each complete page,
+        the oldest write first.
+        """
         found: list[tuple[int, int, Tag]] = []
         torn = 0
         started_s = logged_s = time.monotonic()
         for slot in range(self.slots):
-            # A read of an unallocated slot by its mapping would allocate it.
+            # The record is read by `pread`, because a read through the mapping would allocate an
+            # unused slot's memory.
             if not any(os.pread(self.region.descriptor, _RECORD_BYTES, self._at(slot))):
                 continue
             self.grown = slot + 1
@@ -196,7 +199,7 @@ class Slab:
         self._record(slot)[: len(block)] = block
 
     def page_checksum(self, slot: int) -> int:
-        """The checksum that `write_record` was given for the page in that slot."""
+        """Return the checksum of the slot's page that `write_record` was given."""
         _, _, page_checksum, _ = _RECORD.unpack_from(self._bytes, self._at(slot) + FACTS_AT)
         return int(page_checksum)
 
@@ -207,7 +210,7 @@ class Slab:
         return self._bytes[self._at(slot) : self._at(slot) + _RECORD_BYTES]
 
     def _verified(self, slot: int) -> tuple[int, int, Tag] | None:
-        """Write number, slot and tag of a complete page; None: not complete."""
+        """Return write number, slot and tag if the slot has a complete, correct page; else None."""
         if (facts := unsealed(self._record(slot), slot)) is None or len(facts) != _RECORD.size:
             return None
         tag, write, page_checksum, of_cells = _RECORD.unpack(facts)
