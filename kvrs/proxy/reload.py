@@ -24,20 +24,23 @@ Apply = Callable[[], None]
 
 class ReloadingPart(msgspec.Struct, frozen=True):
     """A part of the proxy that reloads. `prepare` reads and checks the new configuration, in a
-    thread and without any effect, and returns a function that applies it on the event loop. None:
+    thread and without any effect, and returns a function that applies it on the event loop; None:
     nothing has changed.
     """
 
     name: str
     prepare: Callable[[Config], Apply | None]  # Raises ConfigError.
-    sections: Sequence[str] = ()  # Sections of the file, or single keys, that the part applies.
+    # Sections of the file, or single keys, that the part applies; empty: the part is outside the
+    # file.
+    sections: Sequence[str] = ()
 
 
 class ReloadResult(msgspec.Struct, frozen=True, omit_defaults=True):
     applied: list[str]  # Changed settings by path, and changed parts outside the file.
-    restart_needed: list[str]  # Changed settings by path that need a restart.
-    file: str | None = None  # The file that was read.
-    note: str | None = None  # Reason why an operator edits another file.
+    restart_needed: list[str]  # Paths of changed settings that need a restart.
+    file: str | None = None  # The file that was read; None: the proxy has no file.
+    # Hint if an operator edits another file than the proxy reads; else None.
+    note: str | None = None
 
 
 class Reloads:
@@ -56,7 +59,7 @@ class Reloads:
         self._turn = asyncio.Lock()
 
     def describe(self) -> dict[str, Any]:
-        """Part of the proxy's row in the state that identifies the configuration in use."""
+        """Describe which configuration is in use, for the proxy's row in the state."""
         launch = None if self._origin is None else self._origin.launch
         line = None if self._origin is None else self._origin.command_line
         return {
@@ -93,7 +96,7 @@ class Reloads:
         return msgspec.structs.replace(result, file=file, note=origin.note)
 
     async def follow_services(self, found: Found) -> None:
-        """Apply addresses of the services.
+        """Apply found addresses of the services.
 
         Raises:
             ConfigError: they cannot be applied; nothing changes.
@@ -154,7 +157,7 @@ def nodes_of(config: Config) -> Nodes:
 
 
 def with_nodes(config: Config, nodes: Nodes) -> Config:
-    """The configuration with these nodes. Raises ConfigError: they have faults."""
+    """Return the configuration with other nodes. Raises ConfigError: the nodes have faults."""
     document = _plain(config)
     if nodes == document["cluster"]["nodes"]:
         return config
@@ -167,7 +170,7 @@ def _plain(config: Config) -> dict[str, Any]:
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any], above: str = "") -> Iterator[str]:
-    """Paths of differing settings; a list is one setting."""
+    """Yield the paths of settings that differ; a list counts as one setting."""
     for key in before:
         path, old, new = above + key, before[key], after[key]
         if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
@@ -181,8 +184,8 @@ def _is_in(path: str, sections: Sequence[str]) -> bool:
 
 
 def _merged(config: Config, found: Config, paths: Sequence[str]) -> Config:
-    """The configuration in use with these settings of the new one, checked as a whole, since only a
-    part of the file's checked settings is applied.
+    """Return the configuration in use with the settings at `paths` of the new configuration. The
+    whole is checked, since only a part of the file's checked settings is applied.
 
     Raises:
         ConfigError: the settings do not fit together.

@@ -43,19 +43,20 @@ from kvrs.proxy.wire.certificates import TlsOfPorts
 
 log = logging.getLogger(__name__)
 
-# Idle connections of clients live longer here than at load balancers (60 s at nginx and ALB, 600 s
-# at GCLB), which would otherwise send requests to closing connections.
+# Time after which a client's idle connection is closed. Load balancers keep theirs for less (60 s
+# at nginx and ALB, 600 s at GCLB), and would otherwise send requests to closing connections.
 IDLE_TIMEOUT_S = 620.0
 _LOOK_AGAIN_S = 0.02
 _LOOK_AT_FILE_S = 1.0
-# Time after which a worker takes requests, even without an instance that is up.
+# Longest time that a new worker waits for an instance that is up before it takes requests.
 _SEEN_WITHIN_S = 2.0
-_FLUSH_TIMEOUT_S = 2.0  # Time for clients to read the end of their streams when the proxy stops.
+# Longest time for clients to read the end of their streams when the proxy stops.
+_FLUSH_TIMEOUT_S = 2.0
 
 
 class Proxy:
-    """A proxy, to be started and closed on one event loop. `port` and `admin_port` are the bound
-    ports.
+    """A proxy, which is started and closed on one event loop. `port` and `admin_port` are the bound
+    ports; 0: not bound yet.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Proxy:
         read: Callable[[], Config] | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        """`older`: further accepted secrets. `read` reads the configuration file again.
-        `supervisor`: of this worker, one of several at the clients' port.
+        """`older`: further secrets that are accepted. `read` reads the configuration file again;
+        None: no file. `supervisor`: the process that started this worker; None: the proxy has one
+        process.
         """
         self._config = config
         self._supervisor = supervisor
@@ -75,11 +77,12 @@ class Proxy:
         self._ring = [secret, *older]
         self._tls = TlsOfPorts()
         self._links: ProxyLinks | None = None
-        self._parts: Parts | None = None  # None: not assembled.
+        self._parts: Parts | None = None  # Parts of the proxy; None: not assembled yet.
         self._membership: Membership | None = None
         self._ports: list[HttpServer] = []
         self._background: list[asyncio.Task[None]] = []
-        self._told_s: float | None = None  # Time when the peers learned that this proxy ends.
+        # Time when the peers were told that this proxy ends; None: not told.
+        self._told_s: float | None = None
         self.port = 0
         self.admin_port = 0
 
@@ -89,7 +92,7 @@ class Proxy:
         return self._parts
 
     async def start(self) -> None:
-        """Bind the ports, then watch the instances.
+        """Bind the ports, then begin to watch the instances.
 
         Raises:
             ConfigError: a port cannot be bound, the configuration names an instance without a port
@@ -121,20 +124,20 @@ class Proxy:
         await self._listen_to_operators(parts)
         if self._config.gossip.enabled:
             await self._join(parts.gossip_view)
-        # The log is opened after the ports are bound: a proxy started twice by mistake fails
-        # before.
+        # The log is opened after the ports are bound, so that a proxy started twice by mistake
+        # fails before it touches the log.
         if parts.event_log is not None:
             parts.event_log.open()
         self._background = [asyncio.create_task(each) for each in self._work_of(parts)]
         if self._supervisor is not None:
-            # Wait for an instance that is up: until then the other workers take requests.
+            # Wait for an instance that is up: the other workers take requests until then.
             until_s = time.monotonic() + _SEEN_WITHIN_S
             while not parts.driver.control.instances.ready() and time.monotonic() < until_s:
                 await asyncio.sleep(_LOOK_AGAIN_S)
             await self._listen_to_clients()
 
     def _work_of(self, parts: Parts) -> list[Coroutine[Any, Any, None]]:
-        """All coroutines that run until the proxy closes."""
+        """Return all coroutines that run until the proxy closes."""
         driver, metrics = parts.driver, parts.metrics
         keep = partial(keep_running, failed=metrics.task_failed)
         return [
@@ -208,14 +211,14 @@ class Proxy:
             await asyncio.sleep(delay_s)
 
     async def drain(self) -> None:
-        """Admit no new streams, hand over keyed streams that a peer can take, and wait for the rest
-        to end. If all proxies end together, wait for all streams, and for clients that are about to
-        resume one here.
+        """Admit no new streams, hand over keyed streams that a peer can take, and wait for all
+        other streams to end. If all proxies end together, wait for all streams, and for clients
+        that are about to resume a stream here.
         """
         if (parts := self._parts) is None:
             return
         if self._supervisor is not None:
-            await self._stop_taking_clients()  # Staying workers take them.
+            await self._stop_taking_clients()  # Workers of this proxy that stay take new clients.
         parts.api.admissions.draining = True
         log.info("draining", extra={"streams": len(parts.driver.streams)})
         mirror, peers = parts.mirror, parts.mirror.peers
@@ -223,7 +226,8 @@ class Proxy:
         ending = Ending(self._tell_peers(mirror), until_s)
         while (step := ending.next_step(self._left(parts), time.monotonic())) is not EndStep.CLOSE:
             if step is EndStep.ASK:
-                # A paused peer may answer before it has read its own signal, but only once.
+                # A paused peer may answer the first request before it has read its own signal to
+                # end, so ask it again.
                 await peers.meet()
                 await peers.meet()
                 continue
@@ -243,7 +247,7 @@ class Proxy:
         )
 
     def _tell_peers(self, mirror: Mirror) -> float:
-        """Tell the other proxies that this one is about to end; return the time."""
+        """Tell the other proxies that this proxy is about to end; return the time of that."""
         if self._told_s is None:
             self._told_s = time.monotonic()
             mirror.peers.leave()
@@ -434,7 +438,7 @@ async def serve(
 
 
 async def _leave(proxy: Proxy, stop: Stop, running: asyncio.Future[None]) -> None:
-    """Serve on until the delay is over, or is ended."""
+    """Serve on until the delay before the drain is over, or a signal ends it."""
     if not stop.no_delay.is_set():
         log.info("leaving")
     leaving = asyncio.ensure_future(proxy.leave())
@@ -450,8 +454,8 @@ async def _leave(proxy: Proxy, stop: Stop, running: asyncio.Future[None]) -> Non
 
 
 async def _watch(path: Path | None, changed: asyncio.Event) -> None:
-    """Watch a file's status, which also shows a link's new target. A file that is missing for a
-    moment is being replaced.
+    """Set `changed` whenever the file's status changes, which also shows a link's new target. A
+    file that is missing for a moment is being replaced. None: watch nothing.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Sender of due batches of leases."""
+"""Sender of the leases by which instances and agents keep KV, in batches when due."""
 
 import asyncio
 import logging
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class LeaseHolder(Protocol):
-    """An instance or an agent, which a proxy or a simulated one asks."""
+    """An instance or an agent that keeps KV under leases; also a simulated one."""
 
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
-        """Raises UpstreamError."""
+        """Renew and end leases. Raises UpstreamError."""
 
 
 class LeaseSender:
@@ -29,8 +29,8 @@ class LeaseSender:
         unknown: Callable[[InstanceId, list[StreamId], float], None],
         clock: Callable[[], float],
     ) -> None:
-        """`unknown` gets the streams that an answer reports as not retained, and the time by
-        `clock`.
+        """`unknown` is called with the instance, its streams that an answer reports as not
+        retained, and the time by `clock`.
         """
         self._leases = leases
         self._holders = holders
@@ -59,6 +59,6 @@ class LeaseSender:
             answer = await self._holders[instance].leases(update)
         except UpstreamError as error:
             log.warning("leases not renewed", extra={"instance": instance, "cause": str(error)})
-            return  # Leases whose release was lost expire.
+            return  # Leases whose renewal or release was lost expire at the instance.
         if answer.unknown:
             self._unknown(instance, answer.unknown, self._clock())

@@ -26,8 +26,8 @@ class RankOrder(msgspec.Struct, frozen=True):
 
 
 def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
-    """Carry out a drain order. Raises RequestError: no such instance, or one that is being removed,
-    or its streams would have nowhere to go.
+    """Carry out a drain order, or end the drain if `drain_s` is None. Raises RequestError: no such
+    instance, the instance is being removed, or its streams would have nowhere to go.
     """
     name = order.instance
     check_named(name, [known.id for known in control.instances.present()])
@@ -48,7 +48,7 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
 
 
 class ProxyDrains:
-    """A proxy's drains by its clock, as its workers exchange them."""
+    """The drains of one worker, in the form in which workers of a proxy exchange them."""
 
     def __init__(self, control: Control[Any], clock: Callable[[], float]) -> None:
         self._control = control
@@ -63,7 +63,7 @@ class ProxyDrains:
         obey(self._control, order, self._clock())
 
     def begin(self, orders: Iterable[DrainOrder]) -> None:
-        """Begin drains of another worker, before this one serves."""
+        """Begin the drains that another worker has, before this worker serves."""
         for order in orders:
             if order.drain_s is not None and self._control.instances.is_present(order.instance):
                 self._control.drains.begin(order.instance, order.drain_s, self._clock())
@@ -72,7 +72,7 @@ class ProxyDrains:
 async def pass_on(
     order: RankOrder, control: Control[Any], backends: Mapping[InstanceId, Backend]
 ) -> None:
-    """Send an order to the instance.
+    """Send a rank's order to the rank's instance.
 
     Raises:
         RequestError: no such instance, no answer, or a refusal.
@@ -91,7 +91,7 @@ async def pass_on(
 
 
 def check_named(instance: str, names: Collection[str]) -> None:
-    """Check that an instance exists. Raises RequestError."""
+    """Check that an instance is configured. Raises RequestError."""
     if instance not in names:
         raise RequestError(
             f"no instance {instance!r:.80}; allowed: {', '.join(names)}", param="id", status=404
@@ -99,14 +99,14 @@ def check_named(instance: str, names: Collection[str]) -> None:
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """A report about an instance's ended process."""
+    """A supervisor's report about an instance's ended process."""
 
     instance: InstanceId
     report: ExitReport
 
 
 def parse_exit(instance: str, body: bytes) -> Exited:
-    """Decode a report. Raises RequestError: the body is not a report."""
+    """Decode a supervisor's report. Raises RequestError: the body is not a report."""
     try:
         report = msgspec.json.decode(body, type=ExitReport)
     except UNREADABLE as fault:
@@ -117,7 +117,7 @@ def parse_exit(instance: str, body: bytes) -> Exited:
 
 
 def note_exit(control: Control[Any], exited: Exited, now_s: float) -> None:
-    """Pass a report to the policy.
+    """Pass a supervisor's report to the policy.
 
     Raises:
         RequestError: no such instance, or no such start of it was up here.

@@ -14,10 +14,10 @@ import aiohttp
 from kvrs.config.cluster import ServiceSettings
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
-_CLUSTER_ENV = "KUBERNETES_SERVICE_HOST"  # Environment variable that pods have.
+_CLUSTER_ENV = "KUBERNETES_SERVICE_HOST"  # Environment variable that Kubernetes sets in each pod.
 _OVER = ("Succeeded", "Failed")
 
-Pod = Mapping[str, Any]  # A pod of the API, as JSON.
+Pod = Mapping[str, Any]  # A pod as the API describes it, decoded from JSON.
 
 
 class PodsUnknownError(Exception):
@@ -25,7 +25,7 @@ class PodsUnknownError(Exception):
 
 
 async def pod_addresses(service: ServiceSettings) -> frozenset[str]:
-    """Addresses of a service's pods that may serve.
+    """Return the addresses of a service's pods that may serve.
 
     Raises:
         PodsUnknownError: the API refuses, fails or cannot be reached.
@@ -51,7 +51,9 @@ async def pod_addresses(service: ServiceSettings) -> frozenset[str]:
 
 
 def address_of(pod: Pod) -> str | None:
-    """The numeric address of a pod that may serve; None: it has none yet, or is about to end."""
+    """Return the numeric address of a pod that may serve; None: the pod has no address yet, or is
+    about to end.
+    """
     status = pod.get("status", {})
     if "deletionTimestamp" in pod["metadata"] or status.get("phase") in _OVER:
         return None
@@ -62,7 +64,7 @@ def address_of(pod: Pod) -> str | None:
 
 
 def check_pods(services: Iterable[ServiceSettings]) -> None:
-    """Raises ConfigError: a service has pods, and the client is not installed."""
+    """Check that the client is installed if a service has pods. Raises ConfigError: it is not."""
     if any(service.pods is not None for service in services):
         try:
             check_extras("kubernetes")
@@ -71,7 +73,7 @@ def check_pods(services: Iterable[ServiceSettings]) -> None:
 
 
 def _imported() -> Any:
-    """The used parts of the client's package, under one name."""
+    """Import the client's package; return the parts in use under one name."""
     from types import SimpleNamespace
 
     from kubernetes_asyncio import client, config

@@ -16,23 +16,24 @@ LOOK_UP_S = 5.0  # Interval of look-ups, and the time limit of each.
 
 
 class ServiceNames:
-    """Follows the addresses of services. A name without an answer keeps its addresses. A change
+    """Follows the addresses of services. A name that is not resolved keeps its addresses. A change
     that cannot be applied (it would remove the last live instance of a role, or an instance of that
     id is still being removed) is tried again at the next look-up.
     """
 
     def __init__(self, reloads: Reloads) -> None:
         self._reloads = reloads
-        self._faults: dict[str, str] = {}  # Logged faults by service; "": faults of changes.
+        # Faults that were logged, by service; under "": faults of changes.
+        self._faults: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Look up repeatedly until cancelled."""
+        """Look up all services every LOOK_UP_S until cancelled."""
         while True:
             await asyncio.sleep(LOOK_UP_S)
             await self.look_up()
 
     async def look_up(self) -> None:
-        """Look up once, and follow the found addresses."""
+        """Look up all services once, and apply the addresses found."""
         services = self._reloads.config.cluster.services
         if not (services or self._reloads.found):
             return
@@ -43,7 +44,7 @@ class ServiceNames:
             self._log("", await self._follow(wanted), "addresses not followed yet")
 
     async def _addresses(self, service: ServiceSettings) -> frozenset[str]:
-        """Addresses of a service; empty: none now."""
+        """Return the addresses of a service; empty: none now."""
         fault: str | None = None
         found: frozenset[str] = frozenset()
         try:
@@ -60,7 +61,9 @@ class ServiceNames:
         return found
 
     async def _follow(self, wanted: Found) -> str | None:
-        """Apply all changes at once, or else each possible one; return why one is impossible."""
+        """Apply all changes of addresses at once, or else each possible change; return why a change
+        is impossible.
+        """
         if await self._take(wanted) is None:
             return None
         cause = None
@@ -69,7 +72,7 @@ class ServiceNames:
         return cause
 
     async def _take(self, found: Found) -> str | None:
-        """Apply addresses; return why that is impossible."""
+        """Apply the addresses of services; return why that is impossible, or None."""
         try:
             await self._reloads.follow_services(found)
         except ConfigError as error:
@@ -77,7 +80,7 @@ class ServiceNames:
         return None
 
     def _log(self, name: str, cause: str | None, message: str) -> None:
-        """Log a cause once while it stays the same."""
+        """Log a cause once, as long as it stays the same; None: the fault is over."""
         if cause is None:
             self._faults.pop(name, None)
         elif self._faults.get(name) != cause:

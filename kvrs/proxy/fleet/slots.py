@@ -1,4 +1,6 @@
-"""Sender of slot requests to agents; requests of one turn of the event loop share a message."""
+"""Sender of requests for slots to agents; requests of one turn of the event loop
+share a message.
+"""
 
 import asyncio
 import logging
@@ -17,7 +19,7 @@ _CLOSE_TIMEOUT_S = 0.5
 
 
 class SlotDeniedError(KvrsError):
-    """Other proxies hold the target's slots."""
+    """All slots of the target are held by other proxies."""
 
     def __init__(self, target: InstanceId, wait_s: float) -> None:
         super().__init__(f"{target} has no slot left")
@@ -53,7 +55,7 @@ class SlotSender:
         return outcome.token
 
     async def run(self) -> None:
-        """Send renewals until cancelled."""
+        """Send renewals of held slots until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             if not self._slots.has_asked:
@@ -65,7 +67,7 @@ class SlotSender:
                 self._begin(self._send(agent, update))
 
     async def close(self) -> None:
-        """Send the last releases without waiting for answers."""
+        """Send the last releases of slots without waiting for answers."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
         for task in self._tasks:

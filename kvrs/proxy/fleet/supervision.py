@@ -15,7 +15,7 @@ _WITHIN_S = 60.0
 
 
 class TaskKind(StrEnum):
-    """Kinds of tasks that serve all streams."""
+    """Kinds of tasks that serve all streams, as labels of metrics and logs."""
 
     WATCHER = "watcher"
     LEASES = "leases"
@@ -27,7 +27,9 @@ class TaskKind(StrEnum):
 
 
 async def observe_lag(observe: Callable[[float], None]) -> None:
-    """Observe the event loop's delay until cancelled."""
+    """Measure how late the event loop runs, and report each delay in seconds to `observe`, until
+    cancelled.
+    """
     clock = asyncio.get_running_loop().time
     while True:
         due_s = clock() + _LAG_INTERVAL_S
@@ -38,8 +40,8 @@ async def observe_lag(observe: Callable[[float], None]) -> None:
 async def keep_running(
     kind: TaskKind, work: Callable[[], Awaitable[None]], failed: Callable[[TaskKind], None]
 ) -> None:
-    """Run a task until it is cancelled. A bug costs no stream: it is logged and counted, and the
-    task is restarted.
+    """Run `work` until cancelled. A bug costs no stream: it is logged and counted by `failed`, and
+    `work` is started again.
 
     Raises:
         Exception: the task's error, at its third failure within a minute.

@@ -1,4 +1,4 @@
-"""Assembly of a proxy's parts, which binds no port, sends nothing and begins no task."""
+"""Assembly of a proxy from its parts; it binds no port, sends nothing and begins no task."""
 
 import os
 import time
@@ -43,7 +43,8 @@ class ProxyLinks:
         self._config = config
         self._secret = secret
         self.engines = new_engine_links(config, secret, tls.inner)
-        self._beside = EngineLinks(Access({}, tls.inner))  # Links to agents and other proxies.
+        # Connections to agents and other proxies, without access to engines.
+        self._beside = EngineLinks(Access({}, tls.inner))
 
     @property
     def all(self) -> list[EngineLinks]:
@@ -125,7 +126,7 @@ def build(
         fleet.part,
     ):
         reloads.add(part)
-    # A tracer has a thread, so it is opened last.
+    # The tracer is opened last, because it has a thread.
     tracer, logs_access = open_tracer(config.proxy.id, engine, os.environ), config.logs.access
     observer = RequestObserver(
         metrics.registry, clock, tenants, logs_access=logs_access, tracer=tracer
@@ -176,7 +177,9 @@ def peers_part(
     reloads: Reloads, driver: Driver, mirror: Mirror, links: ProxyLinks
 ) -> ReloadingPart:
     def prepare(config: Config) -> Apply | None:
-        """Raises ConfigError: a peer has another address under the same id."""
+        """Check changes of proxy.peers. Raises ConfigError: a peer has another address under the
+        same id.
+        """
         before = {peer.id: peer for peer in reloads.config.proxy.every_peer()}
         after = {peer.id: peer for peer in config.proxy.every_peer()}
         if before == after:

@@ -24,18 +24,21 @@ from kvrs.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_FREED_WITHIN_S = 3.0  # Time within which the workers of a killed supervisor end.
+_FREED_WITHIN_S = 3.0  # Longest time until the workers of a killed supervisor have ended.
 _LOOK_AGAIN_S = 0.05
-# First pause before the restart of a worker that ended soon; each further pause is twice as long.
+# First pause in seconds before the restart of a worker that ended within _SOON_S; each further
+# pause is twice as long.
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
 _SOON_S = 10.0
-# Forwarded signals that would end a newly started worker, which has no handlers yet.
+# Signals passed on to workers that would end a new worker, which has no handlers for them yet.
 _PASSED_ON = frozenset((signal.SIGHUP, signal.SIGUSR1))
 
 
 def check_shared_ports(config: Config) -> None:
-    """Raises ConfigError: several workers are configured, and this system does not support them."""
+    """Check that this system supports several workers. Raises ConfigError: it does not, and several
+    are configured.
+    """
     if config.proxy.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError(
             f"proxy.workers: got {config.proxy.workers}, and this system has no SO_REUSEPORT, "
@@ -45,7 +48,7 @@ def check_shared_ports(config: Config) -> None:
 
 def supervise(config: Config, command: Sequence[str]) -> int:
     """Run all workers until SIGTERM or SIGINT has ended them, or one cannot start; return the exit
-    status. `command` starts a worker, with its plan in JSON as one more argument.
+    status. `command` starts a worker, with the worker's plan in JSON as one more argument.
     """
     check_shared_ports(config)
     with ExitStack() as kept:
@@ -53,7 +56,7 @@ def supervise(config: Config, command: Sequence[str]) -> int:
 
 
 class Supervisor:
-    """The process that started this worker."""
+    """The process that started this worker, as the worker sees it."""
 
     def __init__(self) -> None:
         self._pid = os.getppid()
@@ -65,7 +68,7 @@ class Supervisor:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
 
     def reload_all(self) -> None:
-        """Tell all workers to reload."""
+        """Tell all workers of this proxy to reload their configuration."""
         if os.getppid() == self._pid:
             os.kill(self._pid, signal.SIGHUP)
 
@@ -104,7 +107,7 @@ class _Workers:
                 process.send_signal(number)
 
     async def _keep(self, plan: WorkerPlan) -> None:
-        """Keep a worker running. If its first process cannot start, all workers end."""
+        """Keep a worker running by restarts. If its first process cannot start, all workers end."""
         pause_s, is_first = 0.0, True
         while not self._ending.is_set():
             started_s = time.monotonic()
@@ -114,7 +117,8 @@ class _Workers:
             is_soon = time.monotonic() < started_s + _SOON_S
             if is_first and is_soon and status > 0:
                 self._status = status
-                self._end(signal.SIGTERM, signal.SIGINT)  # The second signal skips draining.
+                # A second signal skips the draining that the first began.
+                self._end(signal.SIGTERM, signal.SIGINT)
                 return
             is_first = False
             pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s)) if is_soon else 0.0
@@ -133,8 +137,8 @@ class _Workers:
         return status
 
     async def _start(self, plan: WorkerPlan) -> asyncio.subprocess.Process:
-        """Start a worker. Signals that arrive before the worker is known here are forwarded too: it
-        starts with signals blocked, and receives them once it has handlers.
+        """Start a worker's process. Signals that arrive before the process is known here are
+        forwarded too: it starts with signals blocked, and receives them once it has handlers.
         """
         async with self._starting:
             signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
@@ -142,7 +146,8 @@ class _Workers:
                 process = await asyncio.create_subprocess_exec(
                     *(*self._command, msgspec.json.encode(plan).decode()),
                     stdin=asyncio.subprocess.PIPE,
-                    # Ctrl-C at a terminal reaches the supervisor alone.
+                    # Ctrl-C at a terminal then reaches the supervisor alone, which tells the
+                    # workers.
                     start_new_session=True,
                 )
                 self._running[plan.worker] = process
@@ -152,7 +157,7 @@ class _Workers:
 
 
 def _plans(config: Config, kept: ExitStack) -> list[WorkerPlan]:
-    """Bind the ports of all workers; port 0 means any free port.
+    """Bind the ports of all workers, and return the workers' plans; port 0 means any free port.
 
     Raises:
         ConfigError: a port is in use, or cannot be bound.
@@ -190,7 +195,8 @@ def _bind(kept: ExitStack, host: str, port: int) -> int:
     for family, address in _addresses(host, port):
         at = (address[0], port, *address[2:])
         if port:
-            # Probe without SO_REUSEPORT: another proxy of this user would share the port unnoticed.
+            # The probe has no SO_REUSEPORT: with it, another proxy of this user would share the
+            # port unnoticed.
             with _made(family) as probe:
                 probe.bind(at)
         one = kept.enter_context(_made(family))

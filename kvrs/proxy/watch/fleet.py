@@ -1,4 +1,4 @@
-"""Addition and removal of instances and agents at a running proxy, by its configuration."""
+"""Watches of all instances and agents, which follow the configuration while the proxy runs."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ _GPUS_INTERVAL_S = 0.5
 
 
 class FleetLinks(msgspec.Struct, frozen=True):
-    """Connections to instances and agents; the driver holds the same mappings."""
+    """Connections to instances and agents. The driver holds the same two mappings."""
 
     secret: bytes
     engines: EngineLinks
@@ -72,7 +72,7 @@ class Fleet:
             self._watch(agent)
 
     async def run(self) -> None:
-        """Watch until cancelled; an exception is an internal error."""
+        """Watch all instances and agents until cancelled; an exception is an internal error."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for watcher in [*self._watchers.values()]:
@@ -100,11 +100,13 @@ class Fleet:
 
     @property
     def part(self) -> ReloadingPart:
-        """The part of the configuration that is applied while streams run."""
+        """Return the part of the configuration that is applied while streams run."""
         return ReloadingPart("fleet", self._prepare, ("cluster.nodes", "cluster.services"))
 
     def _prepare(self, config: Config) -> Apply | None:
-        """Prepare a change. Raises ConfigError: it cannot be applied while streams run."""
+        """Check a new configuration's instances and agents, and return a function that applies
+        them; None: no change. Raises ConfigError: the change cannot be applied while streams run.
+        """
         before, after = self._config, config
         if before.cluster.nodes == after.cluster.nodes:
             return None
@@ -150,7 +152,9 @@ class Fleet:
         return before.url != after.url and known.health is Health.UP
 
     def _unserved(self, removed: list[InstanceId]) -> Iterator[str]:
-        """Faults of a removal that would leave running streams without an instance that is up."""
+        """Yield the faults of a removal that would leave running streams without an instance that
+        is up.
+        """
         instances, drains = self._driver.control.instances, self._driver.control.drains
         up = {known.id: known.role for known in instances.known.values() if drains.remains(known)}
         for role in (Role.PREFILL, Role.DECODE):
@@ -239,11 +243,12 @@ class Fleet:
     def _unwatch(self, name: InstanceId) -> None:
         del self._watchers[name]
         self._gossip_view.leave(name)
-        if (watch := self._watches.pop(name, None)) is not None:  # The watch is running.
+        # The watch runs already; cancel it.
+        if (watch := self._watches.pop(name, None)) is not None:
             watch.cancel()
 
     async def _order_ranks(self) -> None:
-        """Order ranks to leave failing GPUs, and to return when these have recovered."""
+        """Order ranks on failing GPUs to leave, and ranks whose GPUs have recovered to return."""
         while True:
             await asyncio.sleep(_GPUS_INTERVAL_S)
             await asyncio.gather(*map(self._order, self._driver.control.gpus.take_due()))

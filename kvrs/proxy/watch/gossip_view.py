@@ -31,29 +31,33 @@ from kvrs.transfer.meter import Measurement
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # Interval of reading links, whose bounds fall with time.
+# Interval at which links are read: their measured bounds fall with time, without an event.
+_LOOK_S = 1.0
 _MAX_CAUSE_CHARS = 128
 
 
 class GossipView:
     def __init__(self, control: Control[Any], clock: Callable[[], float]) -> None:
-        self.membership: Membership | None = None  # Set once the proxy has joined.
+        # Members of the gossip; None: the proxy has not joined yet.
+        self.membership: Membership | None = None
         self._control = control
         self._clock = clock
-        # Node of each watched process, and the function that checks its watch.
+        # Node of each watched process, and the function that checks the process's watch.
         self._watches: dict[str, tuple[NodeId, Callable[[], None]]] = {}
 
     def follow(self, name: InstanceId, node: NodeId, check: Callable[[], None]) -> None:
-        """Call `check` at gossiped deaths of this process or of its node."""
+        """Call `check` when gossip reports this process or its node dead."""
         self._watches[name] = node, check
 
     def leave(self, name: InstanceId) -> None:
-        """Stop following a removed process."""
+        """Stop following a process that was removed."""
         del self._watches[name]
         self.up(name)
 
     def heard(self, event: Event) -> None:
-        """Let the watches concerned check at once whether a report is overdue."""
+        """Let the watches of the nodes that an event concerns check at once whether a report is
+        overdue.
+        """
         match event:
             case MemberChanged(id=node, status=Status.DEAD):
                 self._check_watches(node)
@@ -62,7 +66,7 @@ class GossipView:
             case RecordChanged(kind=FactKind.GPU):
                 self.look_at_gpus()
             case MemberChanged() | RecordChanged() | Superseded():
-                pass  # Read from the member table on demand.
+                pass  # These facts are read from the member table when they are needed.
             case _:
                 assert_never(event)
 
@@ -72,8 +76,8 @@ class GossipView:
                 check()
 
     def is_dead(self, node: NodeId, name: InstanceId, epoch: int | None) -> bool:
-        """Others hold the node dead, or report the death of this process in this epoch or a later
-        one.
+        """Return whether other members hold the node dead, or report the death of this process in
+        `epoch` or a later epoch.
         """
         if self.membership is None:
             return False
@@ -84,8 +88,6 @@ class GossipView:
             and reporter != self.membership.id
             for reporter, fact in self.membership.facts.about(FactKind.FAILURE, name)
         )
-
-    # Facts that this proxy publishes.
 
     def lost(self, name: InstanceId, node: NodeId, epoch: int, cause: str) -> None:
         if self.membership is None:
@@ -101,10 +103,10 @@ class GossipView:
             self.membership.withdraw(FactKind.FAILURE, name)
 
     async def run(self) -> None:
-        """Pass on links and GPUs of the member table, until cancelled."""
+        """Pass the member table's links and GPUs on to the policy, until cancelled."""
         while True:
             self.look_at_links()
-            # A new instance may run on a GPU that was judged before.
+            # GPUs are judged again, because a new instance may run on a GPU that was judged before.
             self.look_at_gpus()
             await asyncio.sleep(_LOOK_S)
 

@@ -22,15 +22,17 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import EventReader
 
-NAME = "selftest-"  # Prefix of the streams' ids, before a number as long as in any stream's id.
+# Prefix of the streams' ids; the number behind it is as long as in the id of any other stream.
+NAME = "selftest-"
 TOKENS = 12
 CUT = 5
 SEED = 20_26
-# Ids that are not special in usual vocabularies, and exist in the smallest.
+# Token ids of the prompt: not special in usual vocabularies, and present in the smallest.
 PROMPT_IDS = range(3, 35)
-_PAGES = 2  # Full pages of the prompt, if the model has room for them.
+_PAGES = 2  # Number of full pages of the prompt, if the model has room for them.
 _LISTED = 5  # Number of log probabilities at each position.
-_ID_PREFIX = "token_id:"  # Prefix of a token's number in place of its text.
+# Prefix of a token's number where vLLM lists tokens by number instead of text.
+_ID_PREFIX = "token_id:"
 
 
 class KnownStreams:
@@ -40,7 +42,9 @@ class KnownStreams:
         self._clock = clock
 
     def backend(self, instance: InstanceId) -> Backend:
-        """Backend of an instance. Raises UpstreamError: it was removed meanwhile."""
+        """Return the backend of an instance. Raises UpstreamError: the instance was removed
+        meanwhile.
+        """
         found = self._driver.backends.get(instance)
         if found is None:
             raise UpstreamError("removed")
@@ -62,8 +66,9 @@ class KnownStreams:
         salt: str = "",
         lists: bool = False,
     ) -> Journal:
-        """Journal of a stream of the known prompt, with a salt that keeps it out of other streams'
-        caches. `prompt_tokens`: 0 for some pages. `lists`: with log probabilities.
+        """Make the journal of a stream of the known prompt, with a salt that keeps the stream out
+        of other streams' caches. `prompt_tokens`: length of the prompt; 0: _PAGES pages. `lists`:
+        with log probabilities.
         """
         info = self.info(instance)
         length = prompt_tokens or _PAGES * info.geometry.page_size_tokens + 1
@@ -90,7 +95,7 @@ class KnownStreams:
             seed=seed,
             prompt_ids=prompt,
         )
-        # The first attempt: later ones are recoveries, which the embedded engine puts before new
+        # The next attempt counts as a recovery: the embedded engine puts recoveries before new
         # requests. Behind long prompts a test would take minutes, during which no KV is fetched.
         journal.attempt = 1
         return journal
@@ -146,7 +151,7 @@ class KnownStreams:
         return tuple(likeliest)
 
     def _beside(self, instance: InstanceId) -> Backend:
-        """Backend of a prefill instance that joins the instance's decode calls."""
+        """Return the backend of a prefill instance that joins the instance's decode calls."""
         known = self._control.instances.known
         for other in known.values():
             if other.prefills and other.health is Health.UP and known[instance].takes_from(other):
@@ -165,7 +170,7 @@ def _choices_of(payload: bytes) -> list[ReceivedChoice]:
 
 
 def _likeliest(choice: ReceivedChoice) -> list[Mapping[int, float]]:
-    """Likeliest tokens at each position of an event, by id."""
+    """Return the likeliest tokens at each position of an event, as log probabilities by id."""
     try:
         listed = choice.logprob_lists().get("top_logprobs") or []
         found = [msgspec.json.decode(each, type=dict[str, float] | None) or {} for each in listed]

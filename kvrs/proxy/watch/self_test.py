@@ -1,5 +1,4 @@
-"""Runs the resume self-tests: short streams by the calls of a recovery, sent directly to the
-backends.
+"""Resume self-tests: short streams by the calls of a recovery, sent directly to the backends.
 
 The driver does not know these streams, so no metric, quota or record of failures counts them, and
 they delay clients' streams only by a few tokens' work at an instance.
@@ -37,21 +36,23 @@ from kvrs.proxy.wire.upstream import EventReader
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT_S = 60.0  # Time limit of a request: the first of a vLLM may take half a minute.
+_TIMEOUT_S = 60.0  # Time limit of a test: the first request to a vLLM may take half a minute.
 _AT_ONCE = 4
-# Time within which an engine publishes its counters.
+# Longest time until an engine publishes its counters after a request.
 COUNTED_WITHIN_S = 3.0
 _COUNT_PAUSE_S = 0.1
-_ROWS = 2  # Full rows of the prompt, if the model has room for them.
-_LOADS = 2  # Attempts to load the rows: the last ones are available only a moment after the answer.
-# Largest piece of a store, and the time within which it is stored and counted.
+_ROWS = 2  # Number of full rows of the prompt, if the model has room for them.
+# Number of attempts to load the rows: the last rows can be loaded only a moment after the answer.
+_LOADS = 2
+# Most tokens in one piece of a store, and the longest time until a piece is stored and counted.
 _CHUNK_TOKENS = 256
 _STORED_WITHIN_S = 1.0
 
 Counted = TypeVar("Counted")
 
-# Requests for what engines compile or load on first use, each separate, since a server may refuse
-# one. Otherwise a client's stream would wait for it, and all others of the instance.
+# Requests for features that engines compile or load on first use: without them a client's stream,
+# and all other streams of the instance, would wait for that. Each is separate, since a server may
+# refuse one.
 _WARM_UPS: Sequence[dict[str, Any]] = (
     {"logprobs": 1},
     {
@@ -76,11 +77,11 @@ class ShowsNothing(Exception):  # noqa: N818 - it is no error.
 
 
 class _Place(NamedTuple):
-    """Place where the target of a test of rows finds the holder's KV."""
+    """Place where a test's target finds KV that the holder has computed."""
 
-    what: str  # Description for people.
+    what: str  # Description of the place for logs.
     row_tokens: int
-    # Agent that serves the rows; None: the target finds them in a store.
+    # Agent that serves the rows; None: the target finds the KV in a store.
     agent: InstanceId | None = None
 
 
@@ -91,7 +92,7 @@ class SelfTester:
         self._tests = driver.control.self_tests
         self._clock = clock
         self._streams = KnownStreams(driver, clock)
-        # Salt of the latest stored prompt, by target of the test.
+        # Salt of the prompt that was stored last, by target of the test.
         self._stored: dict[InstanceId, str] = {}
         self._wake = asyncio.Event()
         self._tests.changed = self._wake.set
@@ -112,7 +113,8 @@ class SelfTester:
                 )
                 for task in done & running:
                     running.discard(task)
-                    task.result()  # A bug ends this task, which is then restarted.
+                    # A bug raises here and ends this task, which is then started again.
+                    task.result()
                 if wakes in done:
                     self._wake.clear()
                     wakes = asyncio.create_task(self._wake.wait())
@@ -171,19 +173,19 @@ class SelfTester:
             log.info("self-test", extra=facts)
 
     async def _counted(self, read: Callable[[], Awaitable[Counted | None]]) -> Counted | None:
-        """The change of an engine's counter, which may be published late; None: no change."""
+        """Read an engine's counter until it has changed; return the change (None: no change within
+        COUNTED_WITHIN_S).
+        """
         until_s = self._clock() + COUNTED_WITHIN_S
         while (found := await read()) is None and self._clock() <= until_s:
             await asyncio.sleep(_COUNT_PAUSE_S)
         return found
 
-    # Methods for tests of tokens.
-
     async def _generate(self, instance: InstanceId) -> Generated:
-        """Generate uncut streams first: the seeded one warms up the sampler's kernels. Then
-        continue both at once, in one batch, as after the loss of an instance. An engine that
-        refuses sampling counts as answering like the greedy stream. An engine with a source of
-        drafts gets some drafts, one of them wrong.
+        """Generate uncut streams, greedy and with a seed; the latter warms up the sampler's
+        kernels. Then continue both at once from a cut, in one batch, as after the loss of an
+        instance, and compare. An engine that refuses sampling counts as answering like the greedy
+        stream. An engine with a source of drafts gets some drafts, one of them wrong.
         """
         if self._driver.engine is Engine.VLLM:
             await self._warm_up(instance)
@@ -216,7 +218,7 @@ class SelfTester:
 
     async def _warm_up(self, instance: InstanceId) -> None:
         """Let the server compile now what it compiles on first use. A server that refuses a request
-        has nothing to compile for it.
+        compiles nothing for it later.
         """
         fields = {
             "model": self._streams.info(instance).model,
@@ -238,10 +240,10 @@ class SelfTester:
         await self._streams.stream(instance, journal, drafts=drafts)
         return tuple(journal.output_ids)
 
-    # Methods for tests of KV.
-
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
-        """Test that the holder's KV of a history really reaches the target."""
+        """Test that the holder's KV of a history really reaches the target. None: the target does
+        not count received KV.
+        """
         joins = self._control.instances.known[target].info.joins_prefill
         counter = self._streams.backend(holder if joins else target)
         before = await counter.kv_received()
@@ -274,7 +276,9 @@ class SelfTester:
         await self._streams.stream(target, journal, [act.PageRange(holder, 0, pages, info.epoch)])
 
     async def _hand_off(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
-        """Continue a stream at an engine that fetches no pages: prefill gets the history again."""
+        """Continue a stream at an engine that fetches no pages: the holder prefills the whole
+        history, and hands its KV off.
+        """
         transfer = await self._streams.prefill(holder, journal)
         await self._streams.stream(target, journal, transfer=transfer)
         del journal.output_ids[CUT:]
@@ -286,11 +290,9 @@ class SelfTester:
             update = LeaseUpdate(1.0, release=[journal.stream])
             await self._streams.backend(holder).leases(update)
 
-    # Methods for rows and stores.
-
     async def _restore(self, test: RestoreTest) -> tuple[str, bool]:
-        """Reason why the target does not continue correctly from rows of the holder's agent or of a
-        store, by the server's count of loads and by the tokens (empty: it does); and whether the
+        """Return why the target does not continue correctly from rows of the holder's agent or of a
+        store, by the server's count of loads and by the tokens (empty: it does), and whether the
         tokens are the reason.
 
         A store's older contents are tested first: stores have been wrong about these after a
@@ -302,7 +304,7 @@ class SelfTester:
         if limit and length > limit - TOKENS and (length := limit - TOKENS) <= place.row_tokens:
             return f"rows of {place.row_tokens} tokens; allowed for its model: {length - 1}", False
         own = self._tests.seen(target).generated
-        assert own is not None  # The test of tokens comes before those of rows.
+        assert own is not None  # Tests of tokens precede tests of rows.
         lists = bool(own.likeliest)
         whole = self._streams.journal(target, None, prompt_tokens=length, lists=lists)
         likeliest = await self._streams.stream(target, whole)
@@ -324,7 +326,7 @@ class SelfTester:
         return "", False
 
     async def _save(self, test: RestoreTest, length: int, salt: str) -> None:
-        """Let the holder compute the prompt."""
+        """Let the holder compute the prompt, so that its KV is saved in rows or the store."""
         holder, target, has_rows = test.holder, test.target, not test.in_store
         saved = self._streams.journal(target, None, prompt_tokens=length, salt=salt)
         if self._streams.info(holder).role is not Role.PREFILL:
@@ -338,9 +340,10 @@ class SelfTester:
     async def _behind(
         self, test: RestoreTest, place: _Place, prompt_tokens: int, computed: Generated, salt: str
     ) -> tuple[int, bool]:
-        """Tokens of the prompt that the target loads, and whether it continues them as it did
-        without loading. Tokens are not compared if the holder is not known to continue exactly: the
-        rows' namespace guarantees equal weights, but a store guarantees nothing.
+        """Return the number of the prompt's tokens that the target loads, and whether it continues
+        behind them as it did without loading. Tokens are not compared if the holder is not known to
+        continue exactly: the rows' namespace guarantees equal weights, but a store guarantees
+        nothing.
         """
         target, in_store, runs = test.target, test.in_store, list[act.PageRange]()
         if place.agent is not None:
@@ -351,7 +354,7 @@ class SelfTester:
             target, None, prompt_tokens=prompt_tokens, salt=salt, lists=lists
         )
         cut.output_ids.extend(computed.greedy[:CUT])
-        # Read the counters first, so that loads of earlier requests do not count for this one.
+        # Read the counters first, so that loads of earlier requests do not count for this stream.
         if in_store:
             await asyncio.sleep(_STORED_WITHIN_S)
             await self._streams.backend(target).load()
@@ -365,7 +368,7 @@ class SelfTester:
             return next(own, None)
 
         if (loaded_tokens := await self._counted(loaded)) is None:
-            # The server's counters are still shared with other streams.
+            # The server has counted the loads together with those of other streams.
             raise ShowsNothing("what it has loaded is not counted yet")
         began = self._tests.processes.get(test.holder)
         if not in_store and not self._tests.goes_on(began, target, sampled=False):
@@ -379,8 +382,10 @@ class SelfTester:
         return _Place(f"what its store ({kind}) has of {test.holder}", _CHUNK_TOKENS)
 
     def _rows_of(self, holder: InstanceId) -> _Place:
-        """Raises:
-        ShowsNothing: no agent serves any, or their size in tokens is not told.
+        """Return the rows that the holder's agent serves.
+
+        Raises:
+            ShowsNothing: no agent serves rows of the holder, or their size in tokens is not known.
         """
         node = self._control.instances.known[holder].node
         if (agent := self._control.agents.by_node.get(node)) is not None and agent.report:
@@ -392,7 +397,9 @@ class SelfTester:
 
 
 def _with_a_wrong_one(ids: Sequence[int]) -> list[int]:
-    """Replace an id in the middle, so that drafts before and behind it may be right."""
+    """Return the ids with a wrong id in the middle, so that drafts before and behind it may be
+    right.
+    """
     drafts, middle = [*ids], len(ids) // 2
     if drafts:
         drafts[middle] = next(each for each in PROMPT_IDS if each != drafts[middle])

@@ -35,12 +35,12 @@ from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 log = logging.getLogger(__name__)
 
-# Stall of a process's event loop that is logged.
+# Shortest stall of a process's event loop that is logged.
 STALL_SHOWN_S = 1.0
 
 
 class WatchHost(Protocol):
-    """The proxy of a watcher: a driver, or a simulated proxy."""
+    """Part of a proxy that a watcher uses: a driver, or a simulated proxy."""
 
     @property
     def control(self) -> Control[Any]: ...
@@ -52,10 +52,12 @@ class WatchHost(Protocol):
     def agent_backends(self) -> Mapping[InstanceId, AgentBackend]: ...
     @property
     def end_watch(self) -> MutableMapping[InstanceId, Callable[[], bool]]:
-        """By watched process: take its silence for its end; False: it has not lasted for long."""
+        """Functions by watched process that treat its silence as its end, and return False if it is
+        too short for that.
+        """
 
     async def identified(self) -> None:
-        """A process has told its identity, and perhaps the name of its model."""
+        """Note that a process has told its identity, and perhaps the name of its model."""
 
     def load_reported(self, report: LoadReport) -> None: ...
     def process_lost(self, known: Member | Agent, death: DeathCause, silent_s: float) -> None: ...
@@ -77,7 +79,7 @@ class Watcher:
         self._gossip_view = gossip_view
         self._interval_s = settings.load_interval_s
         self._watchdog: Watchdog | None = None
-        self._tokens = 0  # Tokens that the instance had delivered at the last look.
+        self._tokens = 0  # Number of tokens that the instance had delivered at the last look.
         self._peer: WatchedInstance | AgentBackend
         self._watch_reports: Callable[[float], AbstractAsyncContextManager[AsyncIterator[Any]]]
         self._watch: Watch[Any, Any, Any]
@@ -93,7 +95,7 @@ class Watcher:
             self._watch = AgentWatch(known, host.control, limits, self)
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Watch the process until cancelled, again after each loss."""
         watch = self._watch
         while True:
             session = watch.connects()
@@ -107,8 +109,8 @@ class Watcher:
             await asyncio.sleep(pause_s)
 
     def _is_awaited(self) -> bool:
-        """Streams run at the instance, and none has had a token since the last look: a token is a
-        sign of life.
+        """Return whether streams run at the instance and none has had a token since the last look,
+        so that only a report shows that it lives.
         """
         before, self._tokens = self._tokens, self._delivered.tokens
         assert isinstance(self._watch.known, Member)
@@ -120,7 +122,7 @@ class Watcher:
             self._watchdog.look()
 
     def lose(self, cause: str) -> None:
-        """Stop watching a process that is up."""
+        """Treat a process that is up as lost, by a cause outside the watch."""
         session = self._watch.session
         assert session is not None
         self._watch.ended(session, cause, DeathCause.FAILED, self._host.clock())
@@ -147,7 +149,9 @@ class Watcher:
                 beats.cancel()  # The end of the task is not awaited: a loss must be known at once.
 
     async def _perform(self, session: int, step: WatchStep | End | None) -> None:
-        """Carry out this step and its successors, until only reports remain to be read."""
+        """Carry out this step and the steps that follow from it, until only reports remain to be
+        read.
+        """
         while step is not None and step is not WatchStep.LISTEN:
             if isinstance(step, End):
                 is_unusable = step.death is DeathCause.UNUSABLE
@@ -169,7 +173,7 @@ class Watcher:
         return await self._peer.fence(self._host.control.fences.numbers(self.id))
 
     async def _follow_heartbeats(self) -> None:
-        """Note the process's heartbeats, if any: the end of the watch ends them."""
+        """Note the heartbeats of the process, if it sends any, until the watch ends."""
         is_stalled = False
         while True:
             try:
@@ -183,8 +187,6 @@ class Watcher:
                 await asyncio.sleep(LONGEST_PAUSE_S)
             except UpstreamError:
                 return  # The process has no heartbeats.
-
-    # Callbacks of the watch.
 
     @property
     def url(self) -> str:
@@ -214,7 +216,7 @@ class Watcher:
 
 
 def _death_cause(fault: UpstreamError) -> DeathCause:
-    """Label that counts a loss by this fault."""
+    """Return the label by which a loss with this fault is counted."""
     match fault:
         case ConnectionLostError():
             return DeathCause.CONNECTION_LOST
