@@ -32,7 +32,8 @@ _UNFINISHED = ".new"
 _ATTACHING = "attaching"  # Name of the file that a process locks while it attaches memory.
 # Time for a killed process to return its memory to the system, at 45 ms per GB.
 _DYING_S = 2.0
-# Time limit for waiting until another process has attached: the kernel first clears many GB.
+# Time limit for waiting for another process that attaches memory, many GB of which the kernel
+# clears first, or writes weights.
 _TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
