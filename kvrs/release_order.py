@@ -46,7 +46,7 @@ class ReleaseOrder:
             place = self._next[place]
 
     def add(self, number: int) -> None:
-        """Append a number, which must not be in the set."""
+        """Append a number, which must not be in the set yet."""
         following, previous, place = self._next, self._previous, number + 1
         if place >= len(following):
             missing = _ABSENT_BLOCK * (1 + (place - len(following)) // len(_ABSENT_BLOCK))

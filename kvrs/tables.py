@@ -18,7 +18,7 @@ from rich.text import Text
 
 _NO_WIDTH = 10_000  # Width in characters that no line of output reaches.
 _WHOLE = 16  # Most characters of a word that is never broken, in a table's value.
-_GAP = 2  # Spaces between two columns.
+_GAP = 2  # Characters between two columns.
 
 
 def output() -> Console:
@@ -65,8 +65,8 @@ _Part = tuple[str, list[str], list[list[str]]]  # Name, keys and rows of a table
 
 
 def _parts(name: str, value: Any, hidden: Collection[str]) -> Iterator[_Part]:
-    """Split an object into a part with its plain values and a part for each other value; a list of
-    objects gives a row for each.
+    """Split a document into tables: an object gives one for its plain values and one for each other
+    value; a list of objects gives a row for each.
     """
     if isinstance(value, dict):
         shown = {key: each for key, each in value.items() if key not in hidden}
@@ -108,9 +108,9 @@ def _rows(item: dict[str, Any], hidden: Collection[str]) -> Iterator[dict[str, s
 
 
 def _widths(keys: list[str], rows: list[list[str]], most: int) -> list[int] | None:
-    """Width of each column in characters, at most `most` with the gaps, so that no key and no
-    number is broken; spare room goes to the first columns. None: too little room. Empty: a table
-    without keys, which folds by itself.
+    """Return the width of each column in characters, so that no key and no number is broken and the
+    table fits into `most`; spare room goes to the first columns. None: too little room. Empty: a
+    table without keys, which folds by itself.
     """
     if not any(keys):
         return []

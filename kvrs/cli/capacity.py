@@ -31,7 +31,8 @@ def capacity_remark(config: Config) -> Iterator[str]:
     except ConfigError:  # No remark: another check reports this fault.
         return
     if config.cluster.backend is Backend.EMBEDDED:
-        geometry = replace(geometry, dtype_bytes=4)  # The embedded engine computes in 32 bits.
+        # The embedded engine keeps KV in 32 bits, whatever the model's files say.
+        geometry = replace(geometry, dtype_bytes=4)
     size_bytes, token_bytes = config.backup.capacity_bytes, geometry.bytes_per_token
     tokens = size_bytes // token_bytes
     streams = tokens // _STREAM_TOKENS

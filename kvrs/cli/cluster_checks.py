@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProxyAnswer:
-    """Answer of a proxy's admin port: its state, or the cause of its absence."""
+    """Answer of a proxy's admin port: the proxy's state, or the reason why there is none."""
 
     url: str
     state: Mapping[str, Any] | None = None
@@ -302,8 +302,8 @@ _SHARING = {
 
 
 def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]:
-    """Yield whether agents serve rows of each server that should share rows, and whether these rows
-    mean the same.
+    """Yield findings on the rows of servers that should share rows: whether agents serve them, and
+    whether they have one namespace.
     """
     if (found := _SHARING.get(config.cluster.backend)) is None:
         return

@@ -276,7 +276,7 @@ def _faults_of_memory(config: Config) -> Iterator[str]:
     )
     if not geometry or engine.device != "cpu":
         return
-    # The embedded engine computes in 32 bits.
+    # The embedded engine keeps KV in 32 bits, whatever the model's files say.
     page_bytes = replace(geometry[0], dtype_bytes=4).page_bytes
     hosts = [instance.host for _, instance in cluster.instances()]
     together = max(map(hosts.count, hosts))

@@ -105,7 +105,7 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
         yield bad("shared memory", value, allowed, remedy)
 
 
-# Checks of the configuration and its files.
+# Checks of the configuration and of the files that it names.
 
 
 def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -226,7 +226,7 @@ def _faults_of_rows(cluster: ClusterSettings, mode: BackupMode) -> Iterator[str]
 
 
 def _faults_of_stock(cluster: ClusterSettings) -> Iterator[str]:
-    """Yield settings that do not apply to servers started by others."""
+    """Yield a fault for each setting that does not apply to servers which kvrs does not start."""
     backend = cluster.backend.value
     for _, instance in cluster.instances():
         if instance.role is Role.BOTH:

@@ -41,7 +41,7 @@ class Backend(StrEnum):
         return self in (Backend.VLLM, Backend.SGLANG)
 
 
-MAX_RANKS = 64  # Most ranks of an instance.
+MAX_RANKS = 64  # Most ranks of one instance, over all its stages.
 SERVED_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._:/-]*$"
 
 
@@ -180,9 +180,7 @@ class NodeSettings(Settings):
 
 
 class ServiceSettings(Settings):
-    id: str = Field(
-        min_length=1, max_length=24, pattern=NAME
-    )  # An instance's id is this id and an address.
+    id: str = Field(min_length=1, max_length=24, pattern=NAME)  # An instance's id is `ID-ADDRESS`.
     """Its name, unique in the cluster: the instance at 10.0.0.7 is `ID-10.0.0.7`."""
     host: Host | None = None
     """A name that DNS answers with the address of each instance."""
@@ -298,7 +296,7 @@ class ClusterSettings(Settings):
         return min(others, key=lambda each: along_ring(own, each.id), default=None)
 
     def find(self, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
-        """Find an instance and its node.
+        """Return a configured instance and its node.
 
         Raises:
             ConfigError: no such instance.

@@ -43,7 +43,7 @@ class EngineSettings(BatchSettings):
     @field_validator("page_size_tokens")
     @classmethod
     def _fills_vectors(cls, page_size_tokens: int) -> int:
-        # Blocks of keys consist of whole pages, and must fill whole SIMD vectors.
+        # Keys are computed in blocks of whole pages, which must fill whole SIMD vectors.
         if page_size_tokens & (page_size_tokens - 1):
             raise PydanticCustomError("page_size", "allowed: a power of two from 1 to 1024")
         return page_size_tokens

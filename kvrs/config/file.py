@@ -44,7 +44,7 @@ class Config(Sections):
 
 
 def parse_config(document: Any) -> Config:
-    """Check a parsed YAML document.
+    """Check a parsed YAML document, and return it as a configuration.
 
     Raises:
         ConfigError: with one line per fault.
@@ -99,7 +99,7 @@ def load_source(
 
 
 def checked(source: Source) -> Config:
-    """Check a document whose values have places.
+    """Check a document, and return it as a configuration; each fault names the place of its value.
 
     Raises:
         ConfigError: with one line per fault.

@@ -18,7 +18,7 @@ class UpCommand(msgspec.Struct, frozen=True):
 
     pid: int
     file: str | None  # Configuration file given to the command; None: no file.
-    digest: str  # Digest of that file's configuration.
+    digest: str  # Digest of the configuration in that file.
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class ConfigFile(msgspec.Struct, frozen=True):
     reads anew.
     """
 
-    path: Path | None  # Path of the file; None: no file.
+    path: Path | None  # Path of the configuration file; None: the proxy has no file.
     read: Callable[[], Config]  # Read and check the configuration. Raises ConfigError.
     launch: UpCommand | None = None
     command_line: CommandLine | None = None  # The command line, if the proxy has no file.

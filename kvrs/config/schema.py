@@ -23,7 +23,7 @@ _NAMES = {
 
 @cache
 def json_schema() -> dict[str, Any]:
-    """The JSON schema (2020-12) of the YAML file, with the meaning of each key."""
+    """Return the JSON schema (2020-12) of the YAML file, with the meaning of each key."""
     schema = Config.model_json_schema()
     schema["title"] = "Configuration of kvrs"
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

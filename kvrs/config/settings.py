@@ -44,7 +44,7 @@ STOCK: dict[str, Any] = {ENGINES: ["vllm", "sglang"]}
 # Form of names of processes and nodes, which are also parts of paths and file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
-# Removed keys of key files, by their last part, each with the hint that its error gives.
+# Removed keys of key files, by the last part of their path, with the hint that the error gives.
 _GONE = dict.fromkeys(("requests_per_s", "tokens_per_min"), "a gateway in front limits rates") | {
     "open_bytes": "set proxy.body_budget_bytes, which all tenants share"
 }

@@ -42,7 +42,7 @@ def key_hash(key: bytes) -> bytes:
 
 
 def check_name(name: object) -> None:
-    """Raises ConfigError: not a valid tenant's name."""
+    """Check that a tenant's name is valid. Raises ConfigError: it is not."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ConfigError(f"got {name!r:.80} as a tenant's name; allowed: {_NAME.pattern}")
 

@@ -19,7 +19,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     """
 
     worker: int
-    port: int  # The client port, which all workers share.
+    port: int  # The clients' port, which all workers listen at.
     admin_port: int
     peer_ports: list[int]  # Peer port of each worker, by number.
 

@@ -69,7 +69,7 @@ class EagerTask(Generic[T]):
         self._cancelling = 0
 
     def begin_soon(self) -> None:
-        """Begin in the next turn of the event loop."""
+        """Begin the coroutine in the next turn of the event loop."""
         self._has_begun = True
         self._loop.call_soon(self.begin)
 

@@ -29,8 +29,8 @@ def keep_what_is_there() -> None:
 
 @contextmanager
 def collect_seldom() -> Iterator[None]:
-    """Raise the threshold of young objects from some hundred to 100,000, for work that makes many
-    objects and few cycles.
+    """Raise, within this block, the number of new objects that starts a collection from some
+    hundred to 100,000, for work that makes many objects and few cycles.
     """
     usual = gc.get_threshold()
     gc.set_threshold(_SELDOM, *usual[1:])

@@ -42,7 +42,7 @@ def _free_of_machine() -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    return sys.maxsize  # The kernel reports no group of this process.
+    return sys.maxsize  # No limit is known: the kernel reports no control group of this process.
 
 
 def _folders(own: Path, groups: Path) -> Iterator[tuple[Path, int]]:
@@ -67,7 +67,7 @@ def _folders(own: Path, groups: Path) -> Iterator[tuple[Path, int]]:
 def _free(folder: Path, version: int) -> int:
     try:
         limit, used = (int(_read(folder / name)) for name in _FILES[version])
-    except ValueError:  # No limit ("max"), or no such group.
+    except ValueError:  # The group has no limit ("max"), or does not exist.
         return sys.maxsize
     cached = 0
     for line in _read(folder / "memory.stat").splitlines():

@@ -89,7 +89,7 @@ def guessed_table(size: ModelSize | None) -> PrefillTable:
 
 
 def _section(found: object) -> Mapping[str, Any]:
-    """Return an object of the config as a section; empty: the object is no section."""
+    """Return `found` if it is a section of the config; otherwise an empty section."""
     return found if isinstance(found, Mapping) else {}
 
 

@@ -98,7 +98,7 @@ def _fit(rows: Sequence[Row], last_new: int, last_cached: int) -> Coefficients:
     points = [
         (j / width, i / height, value) for i, row in enumerate(rows) for j, value in enumerate(row)
     ]
-    # Tokens in units of the edge keep the normal equations well scaled.
+    # Lengths are divided by those of the edge, which keeps the normal equations well scaled.
     terms = [[1.0, n, n * n, n * p, p] for n, p, _ in points]
     kept = [0, 1, 2, 3, 4]
     while True:

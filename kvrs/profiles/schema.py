@@ -86,7 +86,7 @@ class TransferTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProfileLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of link between GPUs or nodes."""
+    """Bandwidth and latency of one kind of link between GPUs or nodes."""
 
     label: Text
     gpu: Text

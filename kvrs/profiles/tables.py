@@ -67,7 +67,7 @@ class PrefillTable:
         object.__setattr__(self, "_covered_to_tokens", last if given is None else given)
         object.__setattr__(
             self, "_slopes", (*slopes, 0.0)
-        )  # The last grid point has no interval behind it.
+        )  # Slope 0 behind the grid's last point, where no interval begins.
         object.__setattr__(self, "_linear", linear)
         object.__setattr__(self, "_quadratic", quadratic)
 
@@ -244,8 +244,9 @@ class PrefillTable:
         return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self.step_overhead_s
 
     def behind(self, prefix: int, tokens: int, whole_s: float) -> tuple[float, bool]:
-        """Prefill time of `tokens - prefix` tokens behind a computed `prefix`, as in `extra`, and
-        whether it is measured. `whole_s` is the known time of all `tokens`.
+        """Return the prefill time of `tokens - prefix` tokens behind a computed `prefix`, as
+        `extra` does, and whether it is measured. `whole_s`: the time of all `tokens`, which the
+        caller knows.
         """
         if self.grid is not None:
             new = tokens - prefix
@@ -267,7 +268,9 @@ class DecodeTable(msgspec.Struct, frozen=True):
     large_ms: tuple[float, float, float]
 
     def seconds_for(self, batch: int, context_tokens: int) -> float:
-        """Time of a step of `batch` sequences with `context_tokens` tokens of context in total."""
+        """Return the seconds of a step for `batch` sequences that have `context_tokens` tokens in
+        total.
+        """
         a, b, c = self.small_ms if batch < self.large_from_batch else self.large_ms
         return (a + b * context_tokens + c * batch) / 1e3
 
@@ -286,7 +289,9 @@ class DecodeGrid(msgspec.Struct, frozen=True):
     rows: Sequence[Sequence[float]]
 
     def seconds_for(self, batch: int, context_tokens: int) -> float:
-        """Time of a step of `batch` sequences with `context_tokens` tokens of context in total."""
+        """Return the seconds of a step for `batch` sequences that have `context_tokens` tokens in
+        total.
+        """
         mean = context_tokens / batch
         i, j = _interval(self.batches, batch), _interval(self.contexts, mean)
         low, high = (_line(self.contexts, row, j, mean) for row in self.rows[i : i + 2])

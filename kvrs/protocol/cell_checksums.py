@@ -17,7 +17,9 @@ def cell_checksums(guarded: Bytes, cells: int) -> bytes:
 
 
 def part_checksum(checksums: Bytes) -> int:
-    """Checksum of a part, computed from the checksums of its cells by layer, then by head."""
+    """Return the checksum of a part of a page, given the joined checksums of its cells, by layer
+    and then by head.
+    """
     return checksum(checksums)
 
 

@@ -11,7 +11,7 @@ from kvrs.ids import NodeId
 
 
 class LinkFault(msgspec.Struct, frozen=True, tag="link"):
-    """A bandwidth limit on sends to a node, for a while; rate 0 cuts the link."""
+    """A limit on the bandwidth of sends to `node`, for `for_s` seconds; rate 0 cuts the link."""
 
     node: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e15)]

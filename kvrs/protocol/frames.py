@@ -67,8 +67,8 @@ _HEADER = struct.Struct("!2sBBI")
 _ANSWER = struct.Struct("!IIQ")  # request id, index or size, checksum
 _PROLOGUE = struct.Struct(_HEADER.format + _ANSWER.format[1:])
 _PULL = struct.Struct("!IIBBI")  # request id, number of tags, traffic class, has a tail, tail index
-# Layers and heads of the pages; first layer and head of the part, and the ends behind its last
-# ones. Six zeros: whole pages.
+# Layers and heads of a page; then the part: its first layer, first head, and the layer and head
+# behind its last. Six zeros: whole pages.
 _PART = struct.Struct("!6H")
 _PROBE = struct.Struct("!II")  # request id, bytes
 _IDENTITY = struct.Struct("!QII")  # epoch, bytes in a page, number of cells in a page
@@ -80,7 +80,8 @@ _RANGE = struct.Struct("!II")  # index of the first page in the history, number 
 _HELD = struct.Struct("!BI")
 
 HEADER_BYTES = _HEADER.size
-# All answers start alike, so the number of bytes to read next is always known.
+# Bytes of the start of an answer, equal for all types, so that a reader knows how much to read
+# next.
 ANSWER_BYTES = HEADER_BYTES + _ANSWER.size
 
 
@@ -108,7 +109,8 @@ _CODES = {int(code): code for code in StoreCode}
 
 _MAX_IDENTITY_BYTES = _IDENTITY.size + 3 * (1 + MAX_NAME_BYTES)
 _MAX_CLAIM_BYTES = _CLAIM.size + 1 + MAX_NAME_BYTES
-_MAX_RANGE_BYTES = _MAX_CLAIM_BYTES + _RANGE.size  # Size of a range without its tags and checksums.
+# Most bytes of a range in a STORE, without its tags and checksums.
+_MAX_RANGE_BYTES = _MAX_CLAIM_BYTES + _RANGE.size
 _MAX_BODY_BYTES = {
     FrameType.HELLO: _MAX_IDENTITY_BYTES,
     FrameType.WELCOME: _MAX_IDENTITY_BYTES,
@@ -152,8 +154,8 @@ class AnswerHeader:
 
 
 def checksum(guarded: Bytes) -> int:
-    """xxh3-64 of a page or a question. It detects corruption; the MACs of `session.py` detect
-    forgery.
+    """Return the xxh3-64 of a page or a question, which detects corruption; the MACs of
+    `session.py` detect forgery.
     """
     return xxh3_64_intdigest(guarded)
 
@@ -217,7 +219,7 @@ def encode_refused(reason: str) -> bytes:
 
 
 def decode_refused(body: bytes) -> str:
-    """The reason of a refusal, made printable."""
+    """Return the reason of a refusal as printable text."""
     text = body.decode("utf-8", "replace")
     return "".join(character if character.isprintable() else "?" for character in text)
 
@@ -303,7 +305,7 @@ def decode_offer(body: bytes) -> OfferFrame:
 
 
 def encode_store(store: StoreFrame) -> bytes:
-    """Encode the STORE frame, which the bytes of its pages follow."""
+    """Encode a STORE frame; the bytes of its pages are sent behind it."""
     assert 0 < len(store.ranges) <= MAX_RANGES, (
         f"{len(store.ranges)} ranges in one store, at most {MAX_RANGES}"
     )
@@ -421,7 +423,9 @@ def _frame(type_: FrameType, body: bytes) -> bytes:
 
 
 class _Reader:
-    """Reads a body from its start, never past its end."""
+    """Reads the fields of a frame's body in order. Raises TransferError before it would read past
+    the end.
+    """
 
     def __init__(self, body: bytes, what: str) -> None:
         self._body = body

@@ -22,5 +22,7 @@ class Gmac:
         self._cipher = AESGCM(key)
 
     def mac(self, number: int, head: bytes, body: Bytes) -> bytes:
-        """The MAC of a message: a short head, and a contiguous body that is read in place."""
+        """Return the MAC of message `number`, which consists of a short head and a contiguous body;
+        the body is not copied.
+        """
         return self._cipher.encrypt(number.to_bytes(_NONCE_BYTES), head, body)[-GMAC_BYTES:]

@@ -7,7 +7,7 @@ import msgspec
 
 
 class GpuState(StrEnum):
-    """Health of a GPU, in rising severity."""
+    """Health of a GPU; later values are worse."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"  # The GPU serves, but slower than it should, or a repair is due.
@@ -17,7 +17,7 @@ class GpuState(StrEnum):
 class GpuHealth(msgspec.Struct, frozen=True, array_like=True):
     # NVML's identifier of the board, which stays the same while indexes change as boards are lost.
     uuid: Annotated[str, msgspec.Meta(max_length=128)]
-    index: Annotated[int, msgspec.Meta(ge=0)]  # Index of the board at the start of the agent.
+    index: Annotated[int, msgspec.Meta(ge=0)]  # Index that the board had when the agent started.
     state: GpuState
     # Cause of the state; empty if healthy.
     reason: Annotated[str, msgspec.Meta(max_length=128)]

@@ -16,8 +16,9 @@ class HandOffReport(msgspec.Struct, frozen=True):
 
     transfers: _Natural = 0  # Reads of a whole hand-off that the server's ranks have completed.
     transferred_bytes: _Natural = 0
-    failed_transfers: _Natural = 0  # Failed reads, hand-shakes and notices.
-    failed_notices: _Natural = 0  # Failed notices to prefill that its blocks were read.
+    failed_transfers: _Natural = 0  # Failed reads, hand-shakes and notices, added.
+    # Failed notices by which decode tells prefill that it has read the blocks.
+    failed_notices: _Natural = 0
     # Hand-offs whose lease at prefill ended before decode had read the blocks.
     expired: _Natural = 0
     # Notices that reached prefill after the lease had ended: decode may have read other KV.

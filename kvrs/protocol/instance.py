@@ -54,7 +54,7 @@ class Capability(StrEnum):
     CHECKPOINT = "checkpoint"  # Sends newly filled pages to the agents of `kvrs.checkpoints`.
     # Computes only the new part of a history whose beginning it has computed before.
     PREFIX_CACHE = "prefix_cache"
-    # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
+    # Continues text, stop strings, usage and sampling behind `kvrs.prompt_tokens`.
     EXACT_RESUME = "exact_resume"
     REPLAY = "replay"  # Generates the tokens of `REPLAY_KEY` again before new tokens.
 
@@ -117,7 +117,7 @@ class Adapter(msgspec.Struct, frozen=True):
 class ModelNames(msgspec.Struct, frozen=True):
     """Names that an instance serves beside its model's name."""
 
-    aliases: tuple[str, ...] = ()  # Other names of the model's own weights.
+    aliases: tuple[str, ...] = ()  # Other names under which the model's own weights are served.
     adapters: tuple[Adapter, ...] = ()
 
 
@@ -152,13 +152,13 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # Chat streams have no token ids before their end, so a chat without tools is sent as a
     # completion of the ids of its messages.
     chats_by_ids: bool = False
-    worker_pids: list[int] = []  # Processes that do the work, where `pid` does not.
-    ranks: list[RankInfo] = []  # Empty where one process computes everything.
-    layout: LayoutInfo | None = None  # Division among the ranks.
+    worker_pids: list[int] = []  # Processes that compute, if `pid` does not.
+    ranks: list[RankInfo] = []  # One per rank; empty: one process computes everything.
+    layout: LayoutInfo | None = None  # None: there are no ranks.
     # NVML uuids of the boards it runs on; None: unknown, so it may use any board of its node.
     gpus: list[str] | None = None
-    # Leading full pages of streams of the process before, whose memory this process has taken over;
-    # they are leased like the pages of a hand-off.
+    # By stream: leading full pages that the process before has left in memory, which this process
+    # has taken over and leases like the pages of a hand-off.
     kept: dict[StreamId, Natural] = {}
     names: ModelNames = NO_OTHER_NAMES
     hand_off_format: str = ""  # vLLM's format (`kvrs/protocol/hand_offs.py`); empty: not reported.
@@ -204,7 +204,7 @@ class LinkReport(msgspec.Struct, frozen=True):
     bytes_per_s: float
     # Mean absolute deviation of the samples, in bytes per second.
     spread: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    age_s: Seconds = 0.0  # Age of the latest sample.
+    age_s: Seconds = 0.0  # Time since the latest sample was measured.
 
 
 class ReformingReport(msgspec.Struct, frozen=True):
@@ -218,7 +218,7 @@ class ReformingReport(msgspec.Struct, frozen=True):
     degree: Natural  # Number of ranks that will compute after the re-forming.
     lost: list[Natural]  # Numbers of the lost ranks.
     move_bytes: Natural  # Bytes of weights and KV that will move between processes.
-    # Pages per stream with lost cells, to be restored or computed once the instance is ready.
+    # By stream: pages with lost cells, to be restored or computed once the instance is ready.
     missing_pages: dict[StreamId, Natural] = {}
     page_s: Seconds = 0.0  # Predicted time to compute one missing page.
     # Predicted step time of the new layout, relative to the layout with all ranks.
@@ -254,12 +254,12 @@ class LoadReport(msgspec.Struct, frozen=True):
     queue_delay_s: Seconds  # Predicted time until a request that arrives now starts its prefill.
     links: list[LinkReport]
     # Requests in `queued` that own no pages yet, by kind; engines with one queue report 0.
-    queued_reuse: Natural = 0  # Recoveries that will try to fetch KV of their history.
-    queued_recompute: Natural = 0  # Recoveries that compute their history.
+    queued_reuse: Natural = 0  # Recoveries that will first try to fetch KV.
+    queued_recompute: Natural = 0  # Recoveries that compute all their history.
     queued_new: Natural = 0
     # Full pages of streams with checkpoints that the agents do not have yet.
     checkpoint_lag_pages: Natural = 0
-    # Pages that were fetched since the start, found damaged, and computed instead.
+    # Pages that were fetched since the start, but were damaged, so that they were computed.
     damaged_pages: Natural = 0
     # Pages that were fetched from instances and agents since the start and used; None: not counted.
     fetched_pages: Natural | None = None
@@ -270,8 +270,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     # `handoff` or a `recovery`, or for a new prompt that begins with them (`prefix`); and sent as a
     # `checkpoint`.
     kv_bytes: dict[str, Natural] = {}
-    draining: bool = False  # The instance ends once its streams and pages are not needed.
-    # Set while the instance re-forms; pushed at its begin, at a new prediction, and at its end.
+    draining: bool = False  # The instance will end once no stream runs and no lease holds a page.
+    # The re-forming in progress; None: none. Pushed when it begins, is predicted anew, and ends.
     reforming: ReformingReport | None = None
     layout_number: Natural = 0  # Number of the ranks' layout, higher after every change.
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
@@ -289,9 +289,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     replica_pages: Natural = 0
     replica_dropped_pages: Natural = 0
     names: ModelNames | None = None  # New names served, as in `InstanceInfo`; None: unchanged.
-    hand_offs: HandOffReport | None = None  # Counts of vLLM's NIXL; None: no NIXL.
+    hand_offs: HandOffReport | None = None  # Counts of vLLM's NixlConnector; None: it has none.
     speculation: SpeculationReport | None = None  # None: the instance takes no drafts.
-    experts: ExpertReport | None = None  # None: no experts, or one process.
+    experts: ExpertReport | None = None  # None: a model without experts, or a single process.
     # Kind of the store that it loads KV from on its own (LMCache, Mooncake); empty: none seen.
     store: str = ""
     # Rises with each computed token or step, so that a stall shows; 0: not counted.
@@ -313,7 +313,7 @@ class KvTransferParams(msgspec.Struct, omit_defaults=False):
     do_remote_prefill: bool = False
     remote_engine_id: str | None = None
     remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
-    remote_host: str | None = None  # Unused here: peers are in the instance's registry.
+    remote_host: str | None = None  # Unused: the instance knows the addresses of its peers.
     remote_port: int | None = None
     remote_request_id: str | None = None  # Id of the hand-off, needed for its partial page.
 
@@ -326,7 +326,7 @@ class SourceRange(msgspec.Struct, frozen=True):
     id: InstanceId
     first_page: Natural
     pages: Natural
-    generation: Natural  # The holder's epoch when the pages were made.
+    generation: Natural  # Epoch of the holder in which the pages were made.
     # Time limit, after which missing pages are computed; null: as long as the holder sends. With a
     # limit the history is a new prompt, whose pages belong to other streams.
     within_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -342,7 +342,9 @@ class CheckpointTarget(msgspec.Struct, frozen=True):
 
 
 class KvrsParams(msgspec.Struct):
-    """The `kvrs` object of a request: stream, attempt, and the places of the history's KV."""
+    """The `kvrs` object of a request: the stream and its attempt, and the places of the history's
+    KV.
+    """
 
     stream: StreamId
     attempt: AttemptNumber
@@ -418,7 +420,7 @@ class ExitReport(msgspec.Struct, frozen=True):
 
     start: Natural  # Number of the start: its epochs begin at `start * EPOCHS_PER_START`.
     cause: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-    # The process was ended from outside: no request caused the end.
+    # True: ended from outside, so no request is to blame.
     is_external: bool
 
 
@@ -427,7 +429,7 @@ class ExitReport(msgspec.Struct, frozen=True):
 
 
 class SlotRequest(msgspec.Struct, frozen=True):
-    """The attempt for which a slot is requested, renewed or released."""
+    """The attempt of a stream at `target` for which a slot is requested, renewed or released."""
 
     target: InstanceId
     stream: StreamId
@@ -475,7 +477,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
     id: InstanceId
     node: NodeId
-    # Rises with every start that finds remains of the run before; a clean end leaves none.
+    # Higher after each start that finds files of the run before; a clean end leaves no files.
     epoch: Natural
     pid: int
     page_port: int
@@ -494,6 +496,5 @@ class AgentReport(msgspec.Struct, frozen=True):
     # changed ones.
     pages: dict[StreamId, Natural]
     denied: list[StreamId] = []  # Streams refused for lack of room since the last line.
-    # Slots of every target that was ever requested, over all proxies.
-    slots: dict[InstanceId, SlotCounts] = {}
+    slots: dict[InstanceId, SlotCounts] = {}  # By target: counts of slots, over all proxies.
     rows: RowsReport = NO_ROWS

@@ -22,8 +22,8 @@ PlacedPage = tuple[int, int]
 
 
 class MappedPages(msgspec.Struct, frozen=True):
-    """`file_bytes`: the size of the file whose descriptor comes with this answer; 0: it came
-    before.
+    """Places of pages in a file. `file_bytes`: size of the file whose descriptor comes with this
+    answer; 0: the descriptor came with an earlier answer.
     """
 
     file_bytes: int
@@ -35,7 +35,9 @@ class MappedPages(msgspec.Struct, frozen=True):
 
 
 def decode_mapped(payload: bytes, pages: int) -> MappedPages:
-    """Decode an answer for `pages` pages. Raises TransferError: another length."""
+    """Decode a MAPPED answer with the places of `pages` pages. Raises TransferError: the payload
+    has another length.
+    """
     if len(payload) != _HEAD.size + pages * _PLACE.size:
         raise TransferError(f"MAPPED of {len(payload)} bytes for {pages} pages")
     (file_bytes,) = _HEAD.unpack_from(payload)
@@ -54,7 +56,7 @@ def check_file(file_bytes: int, found: Sequence[int]) -> None:
 
 
 def check_place(page: PlacedPage, page_bytes: int, file_bytes: int) -> None:
-    """Raises TransferError: the page does not lie within the file."""
+    """Check that a page lies within the file. Raises TransferError: it does not."""
     offset, _ = page
     if offset + page_bytes > file_bytes:
         raise TransferError(

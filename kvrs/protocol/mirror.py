@@ -61,9 +61,9 @@ class StreamHeader(msgspec.Struct, frozen=True):
     digest: bytes  # Digest of the request's path and body, which a repeated request must equal.
     seed: int | None
     deadlines: tuple[float | None, float | None, float | None]
-    age_s: float  # Time since the client's first request.
-    owned_s: float  # Time since this owner took the stream.
-    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # The tenant's mark, for fair shares.
+    age_s: float  # Seconds since the client's first request for the stream.
+    owned_s: float  # Seconds since this owner took the stream.
+    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Mark of the tenant, for fair shares.
     # Encoded `Stored` of a response, whose client never sends the request again.
     request: bytes = b""
 
@@ -85,7 +85,9 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct):
-    """Events from `first_event` on; a header with `first_event` 0 replaces the record."""
+    """An update of a stream's record: the events from number `first_event` on, and the state after
+    them. With a header and `first_event` 0 it replaces the record.
+    """
 
     key: Key
     stream: StreamId
@@ -106,7 +108,7 @@ class Update(msgspec.Struct):
 
 
 BYTES_PER_HASH = 8
-MAX_HASH_BYTES = 1 << 16  # Most bytes of hashes in a batch, over all prompts.
+MAX_HASH_BYTES = 1 << 16  # Most bytes of block hashes in one batch, over all its prompts.
 MAX_SENT = 2048
 
 
@@ -138,7 +140,7 @@ class AckStatus(StrEnum):
     STORED = "stored"
     # The receiver lacks the record or has an older version of it, so the header must be sent.
     HEADER_NEEDED = "header_needed"
-    SUPERSEDED = "superseded"  # The receiver knows of a later owner.
+    SUPERSEDED = "superseded"  # The receiver has a record with a higher owner epoch.
     FULL = "full"  # The receiver has no room for another record.
 
 

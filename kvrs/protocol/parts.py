@@ -35,7 +35,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class PagePart(msgspec.Struct, frozen=True):
-    """A part of pages of `layers` times `heads` equal cells, laid out as in `KvGeometry`."""
+    """A part of pages that have `layers` times `heads` equal cells, laid out as in `KvGeometry`."""
 
     layers: int
     heads: int
@@ -80,7 +80,7 @@ def rectangles(cells: Iterable[Cell]) -> list[Part]:
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:
-    """Split rising numbers into runs without a gap."""
+    """Split rising numbers into ranges of consecutive numbers."""
     places = groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
     groups = [[number for _, number in group] for _, group in places]
     return [range(group[0], group[-1] + 1) for group in groups]

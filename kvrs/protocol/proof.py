@@ -28,7 +28,7 @@ _HELLO_BYTES = len(_PREFIX) + 2 * KEY_ID_BYTES + 1 + 2 * NONCE_BYTES + len(END)
 _REPLY_BYTES = len(_PREFIX) + 2 * NONCE_BYTES + 1 + _MAC_HEX + len(END)
 _PROOF_BYTES = len(_PREFIX) + _MAC_HEX + len(END)
 _REFUSED = (_PREFIX + b"refused").ljust(_REPLY_BYTES - len(END)) + END
-# The error of a server that knows the protocol and has no such scope.
+# Message of the error about a server that speaks the protocol but refuses the key.
 WRONG_DOOR = "it is another process, or was started with another secret"
 
 

@@ -46,7 +46,7 @@ _MAGIC = b"KR"
 _HEAD = struct.Struct("!2sBBIQ")
 _SPACE = struct.Struct(f"!{NAMESPACE_BYTES}sQ")
 HEAD_BYTES = _HEAD.size
-TAG_BYTES = 40  # Size of a tag (`transfer/rows/tags.py`).
+TAG_BYTES = 40  # Bytes of the tag of a row (`transfer/rows/tags.py`).
 
 
 class RowFrame(IntEnum):
@@ -160,7 +160,9 @@ class RowHead(msgspec.Struct, frozen=True):
 
 
 def encode(frame: RowFrame, keys: Sequence[bytes] = (), body: bytes = b"") -> bytes:
-    """Encode a frame whose keys have one length. A row follows `row_start` instead."""
+    """Encode a frame with keys of equal length. For a row use `row_start`, behind which the row is
+    sent.
+    """
     key_bytes = len(keys[0]) if keys else 0
     assert all(len(key) == key_bytes for key in keys)
     return b"".join((_HEAD.pack(_MAGIC, frame, key_bytes, len(keys), len(body)), *keys, body))
@@ -191,7 +193,7 @@ def encode_space(space: Space) -> bytes:
 
 
 def decode_space(body: bytes) -> Space:
-    """Decode a space. Raises TransferError."""
+    """Decode the body of a SPACE frame. Raises TransferError: it is malformed."""
     if len(body) != _SPACE.size:
         raise TransferError(f"row port: SPACE of {len(body)} bytes; allowed: {_SPACE.size}")
     space = Space(*_SPACE.unpack(body))
@@ -212,7 +214,7 @@ def checksum(row: bytearray | memoryview) -> bytes:
 
 
 def decode_region(body: bytes) -> RegionInfo:
-    """Decode the facts of a region. Raises TransferError."""
+    """Decode the facts in a REGION frame. Raises TransferError: they are malformed."""
     try:
         info = msgspec.json.decode(body, type=RegionInfo)
     except (msgspec.DecodeError, RecursionError) as error:

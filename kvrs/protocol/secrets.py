@@ -11,15 +11,15 @@ KEY_ID_BYTES = 8
 
 
 class Scope(StrEnum):
-    """A kind of access to one process that a key gives."""
+    """A kind of access to one process; a key gives access of one kind."""
 
     INSTANCE = "instance"  # Requests, load, leases and fences of an instance.
     AGENT = "agent"  # Holdings, leases and slots of an agent.
-    ROWS = "rows"  # Rows of engines' host memory at an agent.
+    ROWS = "rows"  # Rows in the host memory of engines, served by an agent.
     PAGES = "pages"  # The page port of an instance or agent.
-    STAGES = "stages"  # A host of a stage.
+    STAGES = "stages"  # The port of a stage host.
     PROXY = "proxy"  # The port of a proxy for the other proxies.
-    ADMIN = "admin"  # Faults and the cache of an instance, faults of an agent.
+    ADMIN = "admin"  # Faults and cache of an instance, and faults of an agent.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,13 @@ def derive(secret: bytes, purpose: bytes) -> bytes:
 
 
 def scoped_key(secret: bytes, scope: Scope, name: str) -> ScopedKey:
-    """The key of a scope of the process `name`: the id of an instance, an agent or a proxy."""
+    """Derive the key of a scope of the process `name`, the id of an instance, agent or proxy."""
     key = derive(derive(secret, f"kvrs-{scope}".encode()), name.encode())
     return ScopedKey(scope, key, derive(key, b"id")[:KEY_ID_BYTES])
 
 
 def scoped_keys(secrets: Sequence[bytes], name: str, *scopes: Scope) -> list[ScopedKey]:
-    """Keys that a process accepts at its scopes: one for each secret of the cluster."""
+    """Derive the keys that the process `name` accepts for these scopes, one for each secret of the
+    cluster and scope.
+    """
     return [scoped_key(secret, scope, name) for secret in secrets for scope in scopes]

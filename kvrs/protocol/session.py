@@ -25,7 +25,9 @@ class _Direction:
         self.count = 0
 
     def mac(self, start: bytes, message: Bytes) -> bytes:
-        """The MAC of the next message. `start` is short; the message is read in place."""
+        """Return the MAC of the next message, which consists of a short `start` and `message`;
+        neither is copied.
+        """
         number = self.count
         self.count += 1
         return self._gmac.mac(number, start, message)
@@ -61,7 +63,7 @@ class Session:
         self._compare(mac, self._receiving.mac(encode_start(answer), payload))
 
     def skip(self) -> None:
-        """Count a received message whose contents are not used."""
+        """Count a received message without verifying it, as its contents are not used."""
         self._receiving.count += 1
 
     def _compare(self, mac: Bytes, due: bytes) -> None:

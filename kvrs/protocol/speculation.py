@@ -23,7 +23,7 @@ MOST_DRAFTS = 64  # Most drafts of one stream beyond its verified tokens.
 MAX_MESSAGE_BYTES = 1 << 24
 # Number of tokens at which a list of updates ends and the next one begins.
 _MESSAGE_TOKENS = 1 << 18
-# Interval of both sides' pings; a peer that does not answer within half of it is dropped.
+# Seconds between pings of both sides; a peer that does not answer within half of it is dropped.
 HEARTBEAT_S = 5.0
 
 
@@ -33,7 +33,7 @@ class ReloadState(StrEnum):
     LOADING = "loading"  # The model is loading; the instance makes no drafts.
     LOADING_DRAFT = "loading_draft"
     ASSIST = "assist"  # The instance makes drafts, or offers them to others.
-    HOTSWAP = "hotswap"  # The model is loaded.
+    HOTSWAP = "hotswap"  # The model is loaded; the instance is about to serve.
 
 
 class Reload(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Reload(msgspec.Struct, frozen=True):
     state: ReloadState = ReloadState.LOADING
     # The instance that gets its drafts; None: no other instance does.
     paired_with: InstanceId | None = None
-    # Predicted time until it serves; None: not known.
+    # Predicted seconds until the instance serves; None: not known.
     ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None
     # Reason why the instance makes no drafts; empty: it makes some, or has not decided.
     skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
@@ -52,7 +52,7 @@ class SpeculationReport(msgspec.Struct, frozen=True):
     """Counts of drafts since the start of an instance."""
 
     source: str
-    active: bool = False  # Drafts are made now.
+    active: bool = False  # True while drafts are made.
     steps: _Natural = 0  # Steps that verified drafts; a step of n streams counts n times.
     proposed: _Natural = 0
     accepted: _Natural = 0
@@ -88,7 +88,9 @@ class DraftOffer(msgspec.Struct, frozen=True):
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
-    """Sampling parameters of a stream; a draft sampled alike is right more often."""
+    """Sampling parameters of a stream, which the draft model uses too, because its drafts are then
+    right more often.
+    """
 
     temperature: float
     top_p: float

@@ -21,7 +21,7 @@ class StageInfo(msgspec.Struct, frozen=True):
     # CPU time that the ranks have computed; each rank's starts again at 0 after 71 minutes.
     worked_s: _Seconds
     read_bytes: _Natural  # Bytes of weights read from files since the process began.
-    # Owner of the host that runs the stage now; None: the instance's own.
+    # Instance that owns the host which runs the stage now; None: this instance.
     donor: InstanceId | None = None
     # Pages that the instance may use, if the stage is borrowed; None: all.
     pages: _Natural | None = None

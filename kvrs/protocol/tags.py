@@ -18,8 +18,8 @@ _WORD_BYTES = 8
 
 
 def root_tag(fingerprint: str, salt: str = "") -> Tag:
-    """The tag of the empty prefix of one model (`fingerprint`), and of one tenant and adapter
-    (`salt`).
+    """Return the tag of the empty prefix, from which page tags are chained: one per model
+    (`fingerprint`), tenant and adapter (`salt`).
     """
     return Tag(
         blake2b(
@@ -29,8 +29,8 @@ def root_tag(fingerprint: str, salt: str = "") -> Tag:
 
 
 def salt_of(cache_salt: str, adapter: str) -> str:
-    """The salt of a request's pages: an adapter changes the KV of equal tokens; an alias of a model
-    does not.
+    """Return the salt of a request's pages, which contains the adapter, because an adapter changes
+    the KV of equal tokens. An alias of a model changes nothing.
     """
     if not adapter:
         return cache_salt
@@ -39,7 +39,9 @@ def salt_of(cache_salt: str, adapter: str) -> str:
 
 
 def page_tags(root: Tag, token_ids: Sequence[int], page_size_tokens: int) -> list[Tag]:
-    """Tags of the full pages of `token_ids`, in order; a partial last page has none."""
+    """Return the tags of the full pages of `token_ids`, in order; a partial last page has
+    no tag.
+    """
     tags: list[Tag] = []
     words, size_bytes, parent = _words(token_ids), page_size_tokens * _WORD_BYTES, root
     for end in range(size_bytes, len(words) + 1, size_bytes):

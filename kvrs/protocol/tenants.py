@@ -21,7 +21,7 @@ class TenantSecret:
 
     def __init__(self, ring: Sequence[bytes], owner: bytes) -> None:
         self._roots = [derive(derive(secret, b"kvrs-tenants"), owner) for secret in ring]
-        # A mark that tells tenants apart without their names.
+        # Value that tells tenants apart without their names.
         self.mark = derive(self._roots[0], b"mark")[:_MARK_BYTES].hex()
 
     def record_keys(self, key: str) -> list[str]:

@@ -26,7 +26,9 @@ def packed(ids: Iterable[int]) -> "array[int]":
 
 
 def decode(text: bytes) -> "array[int]":
-    """The ids of a list in valid JSON. Raises msgspec.ValidationError: not a list of ids."""
+    """Decode a JSON list of token ids. Raises msgspec.ValidationError: the text is not
+    such a list.
+    """
     text = text.strip()
     end = len(text) - 1
     if end < _STEP_BYTES:
@@ -57,5 +59,5 @@ def _encodable(value: Any) -> Any:
     return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(step)[1:-1] for step in steps) + b"]")
 
 
-# JSON of a value in which packed ids are lists of integers.
+# Encode a value as JSON, with packed ids as lists of integers.
 encode = msgspec.json.Encoder(enc_hook=_encodable).encode

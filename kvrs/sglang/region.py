@@ -29,7 +29,7 @@ class PageRegion:
         os.ftruncate(self.memory, rows * row_bytes)
         self._bytes = memoryview(mmap.mmap(self.memory, rows * row_bytes))
         self.ledger = RowLedger(rows, row_bytes)
-        # Row of each page, least recently used first.
+        # Index of the row of each page; the least recently used page is first.
         self._row_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(reversed(range(rows)))
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ _CHARACTER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that some output ids add for the client."""
+    """Text that the client gets for some output ids."""
 
     text: str
     # The stop string that ended the output, which is not part of `text`; None: none was found.
@@ -99,7 +99,7 @@ class _Characters:
         return delta
 
     def _feed(self, token_id: int) -> str:
-        # Decoding skips special and unknown tokens, which would only make the window grow.
+        # Special and unknown tokens have no text, and would only make the window grow.
         if token_id in self._silent or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._window.append(token_id)

@@ -52,5 +52,6 @@ class KvrsConnector(base.KVConnectorBase_V1, _HMA):  # type: ignore[misc]  # vLL
     start_load_kv = wait_for_save
     wait_for_layer_load = wait_for_save
     save_kv_layer = wait_for_save
-    # A `MultiConnector` passes its other connectors' data, which vLLM's own hook may refuse.
+    # A `MultiConnector` passes data of its other connectors, which the hook of vLLM's class may
+    # refuse.
     set_xfer_handshake_metadata_pp_aware = wait_for_save

@@ -132,7 +132,8 @@ class KvrsPolicy(LRUCachePolicy):  # type: ignore[misc]  # vLLM is not checked.
         """Close the ledger after an error: agents serve no row of this engine any more."""
         ledger, self.ledger = self.ledger, None
         if ledger is not None:
-            with suppress(Exception):  # The first step of closing withdraws all rows.
+            # An error may be ignored, because the first step of closing withdraws all rows.
+            with suppress(Exception):
                 ledger.close()
 
     @_noting

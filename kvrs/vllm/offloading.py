@@ -28,7 +28,9 @@ _DEFAULTS = {
 
 
 class KvrsOffloading(OffloadingConnector):  # type: ignore[misc]  # vLLM is not checked.
-    """The connector in the scheduler's and each worker's process; the API server uses its class."""
+    """The connector in the scheduler's and each worker's process; the API server uses only its
+    class, for counters.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         fill(vllm_config)

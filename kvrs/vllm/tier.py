@@ -50,7 +50,7 @@ class _Asked:
     since_s: float
     waiting: int
     own_waits: bool = True
-    # By key, the first agent of another node that has the row.
+    # First agent of another node that has the row, by the row's key.
     others: dict[bytes, RowClient] = field(default_factory=dict)
 
 

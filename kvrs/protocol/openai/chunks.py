@@ -15,7 +15,7 @@ from kvrs.protocol.instance import KvTransferParams, TokenId
 TOO_LONG = "context_length_exceeded"
 # Error code of a stream whose logits are not numbers: its weights or activations overflow.
 NOT_A_NUMBER = "not_a_number"
-# vLLM's wording of the error, which has no code.
+# Texts by which vLLM's errors say that a request is too long, since they have no code.
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
 # Answers as kvrs's engines write them. In every choice `token_ids` stays last, so that a proxy can
@@ -34,7 +34,7 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens found in the prefix cache; None: the engine does not report them."""
+        """Prompt tokens found in the prefix cache; None: the engine does not report the number."""
         details = self.prompt_tokens_details
         return details.cached_tokens if isinstance(details, PromptDetails) else None
 
@@ -138,7 +138,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    # Prompt ids in the first event, if no earlier call has returned them.
+    # Ids of the prompt, in the first event only, and only if prefill has not returned them.
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -179,7 +179,7 @@ class ChatCompletion(msgspec.Struct):
 class ReceivedDelta(msgspec.Struct, gc=False):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # Newer name of `reasoning_content` in other engines.
+    reasoning: str | None = None  # Newer name of `reasoning_content`, used by some engines.
     tool_calls: list[msgspec.Raw] | None = None
 
 
@@ -239,15 +239,17 @@ def error_body(
     param: str | None = None,
     code: str | None = None,
 ) -> bytes:
-    """An error as OpenAI writes it: the JSON of a 4xx or 5xx body, or of an SSE event."""
+    """Make the JSON of an error as OpenAI writes it, for the body of a 4xx or 5xx or for an SSE
+    event.
+    """
     return msgspec.json.encode(
         {"error": {"message": message, "type": kind, "param": param, "code": code}}
     )
 
 
 def refusal_body(error: Mapping[str, Any]) -> bytes:
-    """An engine's refusal of a client's request, in OpenAI's form whatever the engine's type and
-    code are (vLLM: `BadRequestError` and a number).
+    """Make an error body in OpenAI's form from an engine's refusal of a client's request, whatever
+    type and code the engine gives (vLLM: `BadRequestError` and a number).
     """
     message, param, code = str(error.get("message")), error.get("param"), error.get("code")
     if not isinstance(code, str):
@@ -264,7 +266,7 @@ def failure_body(error: Mapping[str, Any]) -> bytes:
 
 
 def error_kind(error: Any) -> str:
-    """Type and code of a decoded error body or event, for logs.
+    """Return type and code of a decoded error body or event, for logs.
 
     Its message is left out, because it may quote a prompt.
     """

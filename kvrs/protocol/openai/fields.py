@@ -22,10 +22,10 @@ class ApiKind(StrEnum):
 
 
 class Treatment(StrEnum):
-    # kvrs decodes and checks the field; an engine gets it if it needs it.
+    # kvrs decodes and checks the field, and sends it to engines that need it.
     UNDERSTOOD = "understood"
     PASSED = "passed"  # The engine gets the field undecoded, and checks it.
-    WHOLE = "whole"  # Like PASSED, by one engine that answers the whole request in one piece.
+    WHOLE = "whole"  # Passed like PASSED, but one engine answers the whole request in one piece.
     IGNORED = "ignored"  # No output depends on the field, and no engine gets it.
     REFUSED = "refused"
     INTERNAL = "internal"  # Proxies set the field; a client's value is dropped.
@@ -57,7 +57,8 @@ class BodyField(msgspec.Struct, frozen=True):
     seam: Seam = Seam.EXACT
     of_output: bool = False  # Only decode gets the field, since prefill has no output.
     of_text: bool = (
-        # The field is about tokenising a prompt: an engine that gets token ids does not get it.
+        # True: the field is about tokenising a prompt, so an engine that gets token ids does not
+        # get it.
         False
     )
     neutral: tuple[Any, ...] = ()
@@ -273,7 +274,7 @@ def kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
 def check_fields(
     given: Mapping[str, msgspec.Raw], api: ApiKind, backend: str
 ) -> dict[str, msgspec.Raw]:
-    """The given fields that kvrs or the backend's engine uses, undecoded.
+    """Return the given fields that kvrs or the backend's engine uses, undecoded.
 
     Raises:
         RequestError: a field is refused, or (UnknownFieldError) unknown.
@@ -333,7 +334,9 @@ def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
 
 
 def is_among(value: Any, allowed: Iterable[Any]) -> bool:
-    """The value equals an allowed value as JSON compares: 1 is 1.0, but not true."""
+    """Return whether a value equals one of `allowed` as JSON compares: 1 equals 1.0, but
+    not true.
+    """
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
     )

@@ -22,7 +22,7 @@ _ANY = msgspec.json.Decoder()
 
 
 def with_whole_numbers(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """The fields, with their whole numbers written as JSON integers."""
+    """Return the fields, in which whole numbers such as 4.0 are replaced by JSON integers."""
     return {name: _whole(name, value) for name, value in fields.items()}
 
 

@@ -24,11 +24,13 @@ from kvrs.protocol.token_ids import packed
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
-MAX_STREAMS = 128  # Streams of one request: its prompts times the choices of each.
+MAX_STREAMS = 128  # Most streams of one request: its prompts times the choices of each.
 MAX_TOP_LOGPROBS = 20
 # Most elements of a list of stop words, bad words or biases: each costs time at every token.
 MAX_LISTED = 1024
-MAX_WORDS = 1 << 14  # Characters of all words, which are tokenised on the engine's event loop.
+# Most characters of all stop words and bad words together, because the engine tokenises them on its
+# event loop.
+MAX_WORDS = 1 << 14
 
 
 Fields = dict[str, msgspec.Raw]
@@ -43,14 +45,15 @@ class StreamOptions(msgspec.Struct):
 
 
 class _SamplingRequest(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints."""
+    """Fields that completions and chats have in common."""
 
     model: str | None = None
     min_tokens: int = 0
     given_temperature: float | None = msgspec.field(default=None, name="temperature")
     top_p: float = 1.0
     top_k: int = 0  # 0 and -1: all tokens.
-    min_p: float = 0.0  # Lowest probability, as a fraction of the likeliest token's.
+    # Least probability of a token that may be chosen, as a fraction of the likeliest token's.
+    min_p: float = 0.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
@@ -124,9 +127,8 @@ class ChatRequest(_SamplingRequest, kw_only=True):
     """
 
     messages: msgspec.Raw
-    # None: the rest of the engine's `max_model_len` behind the prompt.
-    max_tokens: int | None = None
-    # Newer name of `max_tokens`, and the one that counts; parsing moves its value there.
+    max_tokens: int | None = None  # None: the rest of the context behind the prompt.
+    # Newer name of `max_tokens`, which takes precedence; parsing moves its value to `max_tokens`.
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -189,7 +191,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 2.0),
     "n": (1, MAX_CHOICES),
 }
-# Attribute names that differ from the field's name.
+# Attributes whose name is not that of their field.
 _ATTRIBUTES = {"temperature": "given_temperature"}
 LOGPROBS_RANGE = (0, MAX_TOP_LOGPROBS)
 
@@ -212,7 +214,7 @@ def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> Completion
 
 
 def read_prompt(prompt: msgspec.Raw) -> str | list[int]:
-    """Read one of several prompts.
+    """Decode one prompt of a list: text or token ids.
 
     Raises:
         RequestError: an empty prompt, or neither text nor token ids.
@@ -460,7 +462,7 @@ def _check_ids(name: str, token_ids: list[int]) -> None:
         packed(token_ids)
         return
     except ValueError:
-        pass  # The slow path below finds the fault.
+        pass  # Leave the fault to the slow path below, whose error names it.
     if min(token_ids) < 0:
         raise RequestError(f"token ids must not be negative, got {min(token_ids)}", param=name)
     if max(token_ids) > HIGHEST_ID:

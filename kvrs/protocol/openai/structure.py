@@ -54,8 +54,8 @@ def check_structure(
     max_values: int = MAX_VALUES,
     max_elements: int = MAX_ELEMENTS,
 ) -> None:
-    """Refuse JSON with too many values, or too deep. Invalid JSON may pass: the decoder stops where
-    the scan goes wrong.
+    """Refuse JSON with too many values or elements, or with too deep nesting. Invalid JSON may
+    pass; the decoder then stops at the fault that has misled the scan.
 
     Raises:
         RequestError: `param` names the field.
@@ -96,7 +96,8 @@ def _outside_strings(text: bytes) -> Iterator[tuple[int, bytes]]:
     at, inside = 0, False
     while at < len(text):
         step = text[at : at + _STEP_BYTES]
-        # Do not split an escape between two steps.
+        # The step ends behind an odd number of backslashes: move its end, so that no escape is
+        # split.
         if (len(step) - len(step.rstrip(b"\\"))) % 2:
             step = text[at : at + _STEP_BYTES + 1]
         at += len(step)

@@ -29,8 +29,8 @@ NO_FACTS = EngineFacts()
 
 
 def facts_of(event: Mapping[str, Any]) -> EngineFacts:
-    """The facts in a decoded usage event, without the cached tokens, which belong to another
-    instance.
+    """Return the facts in a decoded usage event, except the cached tokens, which the prefill
+    instance counts.
     """
     details = _non_null(
         {name: each for name, each in event["usage"].items() if name not in _COUNTS}
@@ -45,7 +45,7 @@ def facts_of(event: Mapping[str, Any]) -> EngineFacts:
 
 
 def with_facts(usage: Usage, facts: EngineFacts) -> Mapping[str, Any]:
-    """The usage for the client: the given counts and cached tokens, and the engine's facts."""
+    """Return the usage that the client gets: `usage`, and the details that the engine reported."""
     counts: dict[str, Any] = msgspec.to_builtins(usage)
     details = dict(facts.details)
     of_prompt = {**details.pop(_OF_PROMPT, {}), **counts.pop(_OF_PROMPT, {})}

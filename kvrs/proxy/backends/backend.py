@@ -37,7 +37,8 @@ _FINAL_CODES = frozenset({"context_length_exceeded", "invalid_prompt", "string_a
 _NOT_THE_CLIENTS = ("kvrs", "kv_transfer_params", "model")
 # Parts of vLLM's messages that blame the request itself, since vLLM sends no code with them.
 _FINAL_MESSAGES = ("maximum context length", "maximum model length", "out of vocabulary")
-# Statuses about the proxy's access or the instance's load, not the client's request.
+# Statuses 4xx that are about the proxy's access or the instance's load, and so do not blame the
+# client.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
 
 
@@ -113,13 +114,13 @@ class WatchedInstance(Protocol):
     def watch_heartbeats(
         self, interval_s: float
     ) -> AbstractAsyncContextManager[AsyncIterator[Heartbeat]]:
-        """Heartbeats, which go on while the instance's event loop stalls. An engine without
-        heartbeats refuses, so its stall looks like its death.
+        """Yield heartbeats, which go on while the instance's event loop stalls. An engine without
+        heartbeats refuses the call, so its stall looks like its death.
         """
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
-        """Drop every (owner epoch, attempt) below the given numbers, and enter a new epoch. Needs
-        FENCE.
+        """Make the instance drop every attempt below the given (owner epoch, attempt) of its
+        stream, and enter a new epoch. Needs the capability FENCE.
         """
 
 
@@ -148,10 +149,10 @@ class Backend(WatchedInstance, Protocol):
     async def order_rank(self, order: RankRequest) -> RankAnswer:
         """Order a rank to leave or to return."""
 
-    # Calls that serve a stream.
+    # Requests that serve a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
-        """Compute the history's KV and keep it for a hand-off."""
+        """Make the instance compute the history's KV and keep it for a hand-off."""
 
     async def decode(self, call: Call, reader: Reader) -> None:
         """Pass the tokens after the history to the reader, as bytes, until the response ends or the
@@ -176,4 +177,6 @@ class Backend(WatchedInstance, Protocol):
     # Requests that need a capability.
 
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
-        """Renew, release and drop leases of retained pages. Needs RETAIN."""
+        """Renew and release leases of the pages that the instance retains. Needs the capability
+        RETAIN.
+        """

@@ -29,7 +29,7 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, REQUEST_ID, TRACEPARENT, RequestContext
 from kvrs.transfer.hand_offs import FetchedHandOff
 
-# Fields that the proxy handles itself, or sets anew in every call.
+# Fields that engines never get from the client: the proxy acts on them, or sets them in every call.
 _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))
 _NOT_FOR_DECODE_OF_IDS = _NEVER_FORWARDED | NOT_FOR_IDS
 _NOT_FOR_PREFILL = _NEVER_FORWARDED | NOT_FOR_PREFILL
@@ -208,10 +208,11 @@ def _call(
     ids_text: msgspec.Raw | None = None,
 ) -> Call:
     endpoint = journal.parsed.endpoint
-    history = journal.prompt_ids  # The whole history, as there is no output.
+    history = journal.prompt_ids  # The prompt alone, since no output token exists yet.
     if history is not None and (journal.output_ids or not isinstance(history, array)):
         history = journal.prompt if replays else journal.history
-    # A stock engine would render a chat's messages again; it accepts ids in completions only.
+    # Continued as a completion, which takes ids: a stock engine would render a chat's messages
+    # again.
     is_continued_chat = (
         endpoint is CHAT
         and not exact
@@ -294,7 +295,9 @@ def _row_load(journal: Journal, attempt: int, runs: Sequence[act.PageRange] = ()
 def context_headers(
     request: RequestContext, request_id: str, traceparent: str | None = None
 ) -> str:
-    """Header lines of a call with this id; `traceparent` is the call's own span."""
+    """Make the header lines of a call. `request_id`: its id; `traceparent`: its span, or None for
+    that of the client's request.
+    """
     lines = f"{REQUEST_ID}: {request_id}\r\n"
     if (traceparent := traceparent or request.traceparent) is not None:
         lines += f"{TRACEPARENT}: {traceparent}\r\n"

@@ -20,13 +20,13 @@ from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
-# Environment variables with the API keys of stock engines.
+# By stock engine: the environment variable with its API key.
 API_KEYS = {Engine.VLLM: VLLM_API_KEY, Engine.SGLANG: "KVRS_SGLANG_API_KEY"}
 
 
 def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = None) -> EngineLinks:
-    """Connections for all requests to instances. A stock engine cannot prove its identity, so its
-    connections carry the engine's API key and no key of the cluster.
+    """Make the connections for all requests to instances. Connections to a stock engine carry the
+    engine's API key and no key of the cluster, because the engine cannot prove its identity.
     """
     coalesce_s = config.proxy.coalesce_ms / 1000
     if (variable := API_KEYS.get(config.cluster.backend)) is not None:
@@ -38,7 +38,7 @@ def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = N
 def open_backends(
     config: Config, links: EngineLinks, secret: bytes, files: ModelFiles | None = None
 ) -> dict[InstanceId, Backend]:
-    """Open a backend per configured instance. `files` are the model's; None: new ones, shared.
+    """Make a backend for each configured instance. `files`: the model's files; None: look for them.
 
     Raises:
         ConfigError: the engine does not report its geometry, and the configured model is not on

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Fields with defaults in SGLang's chats (`ModelConfig.get_default_sampling_params`).
+# Fields of a chat whose default values SGLang takes from the model
+# (`ModelConfig.get_default_sampling_params`).
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 

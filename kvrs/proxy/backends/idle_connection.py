@@ -28,7 +28,7 @@ class IdleConnection:
             await asyncio.gather(self._gone, return_exceptions=True)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait `seconds`, or until the connection ends, and return whether it did: the process is
+        """Wait `seconds`, or until the connection ends. Return True if it ended: the process is
         dead, or has only closed an idle connection.
         """
         if self._must_pause:

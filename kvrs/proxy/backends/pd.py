@@ -114,7 +114,7 @@ class OpenAiPeer(Peer):
                 call.hand_off.is_sent = True
             sent = upstream.send(head, body, reader)
             del call, head, body  # Free their memory, since the answer may take minutes.
-            # Keep no reference to the future: its error would refer back to it through this frame.
+            # The future gets no name here: its error would refer to it through this frame, a cycle.
             need = await (await sent)
             status = upstream.status
             if status in _DENIED:
@@ -129,7 +129,7 @@ class OpenAiPeer(Peer):
 
 
 def _prefilled(body: bytes) -> Prefilled:
-    """Parse a prefill's answer. Raises UnusableError: not a prefill's answer."""
+    """Parse a prefill's answer. Raises UnusableError: it is no completion, or has no prompt ids."""
     try:
         answer = _PREFILL_ANSWER.decode(body)
         # The ids are in each choice of a completion, but beside the choices of a chat.
@@ -185,7 +185,8 @@ class PdBackend(OpenAiPeer):
         return (await self.load()).fetched_pages
 
     def blames_load(self, error: Any) -> bool:
-        return False  # kvrs's engines compute the pages that they cannot fetch.
+        # No error is about KV: kvrs's engines compute the pages that they cannot load.
+        return False
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]

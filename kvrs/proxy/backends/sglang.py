@@ -135,8 +135,7 @@ class SglangBackend(StockPeer):
     def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
         super().__init__(links, url)
         self._identity = identity
-        # `/server_info` of the last process that was met.
-        self._server: _ServerInfo | None = None
+        self._server: _ServerInfo | None = None  # Latest answer of `/server_info`; None: none yet.
         self._info: InstanceInfo | None = None
         self._epoch = 0
         self._vocabulary: int | None = None
@@ -213,7 +212,7 @@ class SglangBackend(StockPeer):
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Yield load reports; time limits are the watcher's."""
+        """Yield load reports; the watcher limits the time between them."""
         async with IdleConnection(self.pool) as idle:
             while True:
                 yield await self.load()

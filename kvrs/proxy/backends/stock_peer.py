@@ -21,7 +21,9 @@ from kvrs.proxy.backends.pd import OpenAiPeer
 
 
 class StockPeer(OpenAiPeer):
-    """An instance whose load is polled, and which refuses requests that need other capabilities."""
+    """An instance of a stock engine: its load is polled, and requests that need a capability are
+    refused.
+    """
 
     ENGINE: ClassVar[str]
 
@@ -29,7 +31,7 @@ class StockPeer(OpenAiPeer):
     def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Yield load reports; time limits are the watcher's."""
+        """Yield load reports; the watcher limits the time between them."""
 
     def watch_load(
         self, interval_s: float, is_awaited: Callable[[], bool]

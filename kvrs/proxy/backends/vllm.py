@@ -209,7 +209,7 @@ class VllmBackend(VllmServer):
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Yield load reports; time limits are the watcher's."""
+        """Yield load reports; the watcher limits the time between them."""
         try:
             async for report in self._polled(interval_s, is_awaited):
                 yield report

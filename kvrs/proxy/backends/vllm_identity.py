@@ -69,7 +69,7 @@ class ProcessIdentity:
         self._doubt = _Doubt.LOST
 
     def noted(self, engine_id: str) -> None:
-        """Note an engine id of NIXL that the process has shown."""
+        """Keep the mark of a NIXL engine id that the process has shown."""
         if self.epoch and not self.is_in_doubt:
             self._keep(engine_mark(engine_id))
 

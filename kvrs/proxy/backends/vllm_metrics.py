@@ -36,7 +36,9 @@ _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
 
 class StoreLoads(NamedTuple):
-    """Tokens that the engine asked a store for, and tokens that the store had."""
+    """Counts of an engine's store since the start: tokens that the engine asked for, tokens that
+    the store had, and seconds of loading; None: the store does not count time.
+    """
 
     queries: float
     hits: float
@@ -173,7 +175,7 @@ class VllmMetrics:
     def store(self) -> str:
         """Kind of the store that the engine loads KV from on its own; empty: no store seen."""
         if any(_ROW_TIER in labels for labels, _ in self._tier_reads("read_bytes")):
-            return ""  # kvrs's tier loads from agents, not from a store.
+            return ""  # No store: kvrs's tier loads from agents.
         for kind, series in _STORES.items():
             if any(each in self._text for each in series):
                 return kind

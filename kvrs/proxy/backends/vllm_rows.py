@@ -73,7 +73,9 @@ class RowLoads:
         self._over_s = None
 
     def read(self, metrics: VllmMetrics, bytes_per_token: int, now_s: float) -> list[FetchReport]:
-        """Read the counters; return the loads that became known within the last seconds."""
+        """Read the counters; return a report for each load whose result became known in the last
+        seconds.
+        """
         in_store = bool(metrics.store)
         if in_store:
             found = metrics.store_loads
