@@ -29,7 +29,8 @@ class ReloadingPart(msgspec.Struct, frozen=True):
     """
 
     name: str
-    prepare: Callable[[Config], Apply | None]  # Raises ConfigError.
+    # Function that checks the new configuration. Raises ConfigError: the part cannot apply it.
+    prepare: Callable[[Config], Apply | None]
     # Sections of the file, or single keys, that the part applies; empty: the part is outside the
     # file.
     sections: Sequence[str] = ()
@@ -49,7 +50,9 @@ class Reloads:
     """
 
     def __init__(self, config: Config, read: Callable[[], Config]) -> None:
-        """`read` reads the file again, and raises ConfigError."""
+        """`read` reads the configuration file again. It raises ConfigError for
+        faults of the file.
+        """
         self.config = config
         self.found: Found = {}
         self._file_config = config

@@ -355,8 +355,8 @@ def _check_addresses(config: Config) -> None:
 
 
 class Stop:
-    """Requests for a service to end. SIGTERM calls `asked`: the first begins the delay, if any, the
-    second ends it, and the next skips draining. SIGINT skips the delay.
+    """Requests that a service end. SIGTERM calls `asked`: the first begins the delay before the
+    drain, if any, the second ends the delay, and the next skips draining. SIGINT skips the delay.
     """
 
     def __init__(self, delay_s: float = 0.0) -> None:

@@ -59,8 +59,8 @@ _UI_HEADERS = {
 
 
 class _Collected(Collector):
-    """Metric families collected on the event loop, so that no value changes while they are
-    rendered.
+    """Metric families that were collected on the event loop, so that no value changes while a
+    thread renders them.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -137,7 +137,7 @@ class Admin:
         return answer(overview(self._described(describe), policy))
 
     async def _ui(self, _: Request) -> Response:
-        """The page that shows the overview every second."""
+        """Return the page that shows the overview every second."""
         return Response(200, self._page, {**_UI_HEADERS})
 
     async def _reload(self, _: Request) -> Response:
@@ -189,7 +189,7 @@ class Admin:
         return answer({"instance": exited.instance, "start": exited.report.start})
 
     async def _show_metrics(self, request: Request) -> Response:
-        """Metrics in the text format, or in OpenMetrics if requested."""
+        """Return the metrics in the text format, or in OpenMetrics if requested."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         collected = _Collected(self._registry.collect())
         body = await self._large.run_aside(partial(encode, collected))

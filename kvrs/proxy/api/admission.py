@@ -68,7 +68,8 @@ class ClientCall(msgspec.Struct, eq=False):
     tenant: Tenant
     held: RequestUsage
     body: bytes = b""  # Body of the request, until it is parsed.
-    parsed: ParsedRequest = cast(ParsedRequest, None)  # Parsed request, once the body is read.
+    # The request, decoded from the body once that is read.
+    parsed: ParsedRequest = cast(ParsedRequest, None)
     # Field for which one engine must answer the whole request; None: streams answer it.
     whole: str | None = None
     resume: ResumeRequest | None = None
@@ -85,7 +86,7 @@ class ClientCall(msgspec.Struct, eq=False):
     # Prompts to send before the output, one for each journal; empty: no echo.
     echoes: Sequence[str | None] = ()
     journals: list[Journal] = []
-    # Writer of the stream; None: the client did not ask for a stream.
+    # Writer of the stream to the client; None: the client did not ask for a stream.
     client: SseClient | None = None
     merger: Merger | None = None  # Merges the choices of a stream; None: a single choice.
 
@@ -104,7 +105,7 @@ def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[st
             names |= dict.fromkeys(journal.inexact)
     if not names:
         return _NO_HEADERS
-    # Name the missing tokenizer instead of the prompt.
+    # The header names the missing tokenizer as the reason instead of the prompt.
     texts = ("prompt", "messages") if lacks_tokenizer else ()
     reasons = ("tokenizer" if name in texts else name for name in names)
     return {_EXACT: "no", _INEXACT: ", ".join(reasons)}
@@ -293,7 +294,8 @@ class Admissions:
                 penalises_prompt=not is_sglang,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
-            if not (is_sglang and parsed.endpoint is CHAT):  # SGLang's chats have no ids.
+            # SGLang's chats have no ids, so their output cannot be replayed.
+            if not (is_sglang and parsed.endpoint is CHAT):
                 call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
             if call.replays is not Replays.NOWHERE:
                 call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
@@ -362,7 +364,7 @@ class Admissions:
             wants_usage = options is not None and parsed.request.wants_usage
             call.journals = []
             for one in (parsed, *parsed.more):
-                # All attempts of a stream sample with its seed.
+                # The seed is set here, because all attempts of a stream sample with it.
                 seed = one.request.seed
                 if seed is None and one.request.given_temperature != 0:
                     seed = int.from_bytes(os.urandom(8)) >> 2

@@ -20,7 +20,7 @@ from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 
 
 class ClientApi:
-    """Routes requests to their handlers."""
+    """Routes requests of clients to their handlers."""
 
     def __init__(
         self,

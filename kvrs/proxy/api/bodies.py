@@ -24,7 +24,7 @@ STEP_PAUSES = 30  # Longest time for STEP_BYTES of a body, as a multiple of the 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A body that is being read."""
+    """A client's body that is being read, with its time limits."""
 
     request: Request
     body: Body
@@ -56,7 +56,7 @@ async def read_body(request: Request, held: RequestUsage) -> bytes:
         RequestError: compressed, too long, too slow, or no room.
     """
     held.allow(request.content_length or 0)
-    if (body := request.coming) is None or body.is_over:  # The body arrived with the head.
+    if (body := request.coming) is None or body.is_over:  # The whole body arrived with the head.
         whole = await request.read()
     else:
         whole = await _read_rest(request, body, held)

@@ -43,7 +43,7 @@ _TRACEPARENT = re.compile(
 
 
 def open_tracer(proxy: str, engine: str, environ: Mapping[str, str]) -> "RequestTracer | None":
-    """Open the tracer; None: the environment configures no traces.
+    """Open the tracer of requests; None: the environment configures no traces.
 
     Raises:
         ConfigError: the configured traces are impossible.
@@ -117,7 +117,9 @@ class RequestObserver:
             self._end(request, context, tenant, status, began_s)
 
     def note_refusal(self, status: int, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Note a request that the HTTP server itself has refused; return headers for the answer."""
+        """Note a request that the HTTP server has refused before any handler; return headers for
+        the answer.
+        """
         given = headers.get(REQUEST_ID, "")
         request_id = given if _ID.fullmatch(given) else os.urandom(16).hex()
         (
@@ -130,7 +132,7 @@ class RequestObserver:
         return {REQUEST_ID: request_id}
 
     async def close(self) -> None:
-        """Write waiting log lines, and send the spans."""
+        """Write waiting log lines, and send the spans that have ended."""
         if self._access is not None:
             self._access.write()
         if self._tracer is not None:

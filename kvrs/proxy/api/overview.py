@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrs.proxy.api.rows import AGENTS, INSTANCES, State, Table, words
 
-RECOVERIES = 50  # Number of recoveries shown, newest first.
+RECOVERIES = 50  # Most recoveries that are shown, newest first.
 LINKS = 200
 _OF_RECOVERY = (
     *("at_s", "stream", "attempt", "option", "from", "to", "cause"),

@@ -179,7 +179,8 @@ class Passed:
             except RefusedError as error:
                 return json_response(error.body, error.status)
             except EngineError as error:
-                # Two instances that fail alike show that the request is at fault.
+                # A second instance that fails alike shows that the request is at fault, so no
+                # further instance is asked.
                 is_alike = (cause := str(error)) in failed_with
                 failure = Failed(error.status, error.body, rejected=is_alike)
                 if is_alike:

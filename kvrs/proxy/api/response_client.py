@@ -86,7 +86,7 @@ class ResponseClient:
 
 @dataclass(slots=True, eq=False)
 class RunningResponse:
-    """A response whose stream runs at this proxy."""
+    """A response whose stream runs at this proxy, with the stream's client and task."""
 
     stored: Stored
     asked: ResponseRequest

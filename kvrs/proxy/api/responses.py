@@ -53,7 +53,8 @@ _BEGIN_AFTER_S = 1.0
 _CONFLICT = "resume_conflict"
 _TRIES = 3
 _CANCELLED = Failed(499, error_body("the response was cancelled", code=CANCELLED))
-# Failures that do not end the response: it continues elsewhere, or when it is requested.
+# Codes of failures that do not end the response: its stream continues elsewhere, or once the
+# response is requested again.
 _TRANSIENT_CODES = ("shutting_down", "handed_over", "superseded")
 
 
@@ -233,7 +234,7 @@ class ResponsesApi:
                 self._mirror.close(keyed)
 
     async def _end(self, running: RunningResponse, outcome: Outcome) -> Outcome:
-        """Record the end of a response; a failed response stays failed."""
+        """Record the end of a response and return its outcome; a failed response stays failed."""
         keyed = running.keyed
         if isinstance(outcome, Failed) and outcome is not SUPERSEDED:
             is_final = outcome is _CANCELLED or (
@@ -383,7 +384,7 @@ def _tokens(record: Record) -> Tokens:
 
 
 def _position(request: Request) -> tuple[bool, int]:
-    """Return whether the client wants events, and the number of its last event."""
+    """Return whether the client wants events, and the number of the last event that it has."""
     query = request.query
     streams = query.get("stream", "false").lower()
     if streams not in ("true", "false"):

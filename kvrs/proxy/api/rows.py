@@ -26,13 +26,16 @@ class Row(NamedTuple):
     `/metrics`, under its name. A fact without a value is not shown.
     """
 
-    # Path of the value in the data, or a function that finds it: a number, or numbers by labels.
+    # Dotted path of the value in the data, or a function that finds the value: a number, or numbers
+    # by labels.
     read: str | Callable[[State], Any]
     help: str = ""
     labels: str = ""  # Names of the series' labels; empty: no labels.
-    heading: str = ""  # Heading on the page and in `kvrs top`; the name of a fact without help.
-    form: str = "{}"  # Format of the value behind the heading.
-    from_start: tuple[Labels, ...] = ()  # Labels for which a total is 0 before the first report.
+    # Heading on the page and in `kvrs top`; also the name of a fact without a help text.
+    heading: str = ""
+    form: str = "{}"  # Format of the value that follows the heading.
+    # Labels for which a total is shown as 0 before the first report.
+    from_start: tuple[Labels, ...] = ()
 
     def value(self, data: State) -> Any:
         return at(data, self.read) if isinstance(self.read, str) else self.read(data)
@@ -327,7 +330,7 @@ PROXY = {
         "gossip.unread", "Facts of other members that could not be read."
     ),
 }
-# Each table with its key in the state and the label that names its rows.
+# Each table, with the key of its data in the state and the label that names its rows.
 TABLES: tuple[tuple[Table, str | None, Labels], ...] = (
     (INSTANCES, "instances", ("worker",)),
     (AGENTS, "agents", ("agent",)),

@@ -50,7 +50,7 @@ class Serving:
         self._counts = metrics.requests
 
     async def serve(self, read: Read, request: Request) -> Response:
-        """Admit a request and respond to it; count it by its outcome."""
+        """Admit a request, serve it and respond; count the request by its outcome."""
         call = self.admissions.begin(request)
         try:
             try:
@@ -147,7 +147,7 @@ class Serving:
             elif isinstance(outcome, Failed) and outcome is not SUPERSEDED:
                 keyed.release()
                 await keyed.flushed(_FLUSH_TIMEOUT_S)
-            keyed.close()  # No event follows the end of the response.
+            keyed.close()  # Close the stream now: no event may follow the end of the response.
             if call.client is not None:
                 return outcome, await end_stream(call.client, outcome)
             make = partial(answer, call.parsed, [journal], [gathered], [echo])

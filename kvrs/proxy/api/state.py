@@ -114,7 +114,8 @@ def _instance(
         # None: the model has no experts, or the instance one process.
         "experts": load.get("experts"),
         "batches_in_flight": load.get("batches_in_flight"),
-        "answers": answers,  # The policy's view of the instance's answers; None while not up.
+        # The policy's view of how the instance answers; None while it is not up.
+        "answers": answers,
         # The drain that an operator has ordered, if any.
         "drain": control.drains.describe(known.id, now_s),
         "draining": control.drains.is_draining(known.id),

@@ -52,7 +52,8 @@ class Tenants:
         self._ring = ring
         self._clock = clock
         self._guesses = GuessLimit()
-        self.only: Tenant | None = Tenant()  # Tenant of every request; None: API keys are in use.
+        # Tenant of every request, without API keys; None: API keys are in use.
+        self.only: Tenant | None = Tenant()
         self._by_name: dict[str, Tenant] = {}
         self._by_hash: dict[bytes, Tenant] = {}
         self._settings = read_tenants(config.security, os.environ)

@@ -39,7 +39,7 @@ class LeaseSender:
         self._clock = clock
 
     async def run(self) -> None:
-        """Send batches until cancelled."""
+        """Send due batches of leases until cancelled."""
         clock, leases = asyncio.get_running_loop().time, self._leases
         leases.begin(clock())
         while True:

@@ -59,7 +59,7 @@ class ProxyDrains:
         return [DrainOrder(name, drain_s) for name, drain_s in moves_in_s.items()]
 
     def obey(self, order: DrainOrder) -> None:
-        """Carry out an order. Raises RequestError, like the function `obey`."""
+        """Carry out a drain order. Raises RequestError, like the function `obey`."""
         obey(self._control, order, self._clock())
 
     def begin(self, orders: Iterable[DrainOrder]) -> None:

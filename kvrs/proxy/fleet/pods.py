@@ -21,7 +21,7 @@ Pod = Mapping[str, Any]  # A pod as the API describes it, decoded from JSON.
 
 
 class PodsUnknownError(Exception):
-    """The API gives no list; the message has the cause."""
+    """The API of Kubernetes gives no list of pods; the message has the cause."""
 
 
 async def pod_addresses(service: ServiceSettings) -> frozenset[str]:

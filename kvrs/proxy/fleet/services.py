@@ -12,7 +12,7 @@ from kvrs.proxy.reload import Reloads
 
 log = logging.getLogger(__name__)
 
-LOOK_UP_S = 5.0  # Interval of look-ups, and the time limit of each.
+LOOK_UP_S = 5.0  # Interval of look-ups in seconds, and the time limit of each.
 
 
 class ServiceNames:

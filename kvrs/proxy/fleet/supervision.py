@@ -1,4 +1,4 @@
-"""Restart of tasks after a bug."""
+"""Function that restarts a task after a bug, and the kinds of such tasks."""
 
 import asyncio
 import logging

@@ -42,7 +42,8 @@ from kvrs.proxy.mirror.roles import (
 # Time since its last message for which an unfinished stream's record is not evicted.
 _EVICT_AFTER_S = 5.0
 _AWAY_S = 10.0  # Time for which a proxy that ends waits for clients to resume their streams.
-# Time for which updates and copies of a deleted record may still arrive.
+# Time for which the key of a deleted record is remembered, because updates and copies may still
+# arrive.
 _DROPPED_S = 30.0
 
 
@@ -302,7 +303,8 @@ class CopyQueue:
 
     def __init__(self, book: RecordBook) -> None:
         self._book = book
-        self._targets: dict[str, str] = {}  # Peer that gets the next copy, by key.
+        # Peer that gets a copy of the record next, by the record's key.
+        self._targets: dict[str, str] = {}
         # Keys of records that a peer had no room for; tried again when a peer comes or goes.
         self._no_room: set[str] = set()
 
@@ -318,8 +320,8 @@ class CopyQueue:
         return added
 
     def records_for(self, peer: str) -> list[Record]:
-        """The records to copy to this peer. Records that are gone, or whose streams run here again,
-        are forgotten.
+        """Return the records to copy to this peer. Records that are gone, or whose streams run here
+        again, are dropped from the queue.
         """
         records = []
         for key in [key for key, target in self._targets.items() if target == peer]:
@@ -333,7 +335,9 @@ class CopyQueue:
     def take(
         self, record: Record, update: Update, peer: str, ack: UpdateAck, peers: PresentPeers
     ) -> None:
-        """Apply a peer's answer to the copy of a record."""
+        """Apply a peer's answer to the copy of a record: the peer keeps it, has no room, or has a
+        later one.
+        """
         self._targets.pop(record.key, None)
         if self._book.records.get(record.key) is not record or record.role.is_owner:
             return

@@ -28,9 +28,10 @@ class EndStep(Enum):
 class Left(NamedTuple):
     """Streams and records of a proxy that ends, and the peers that could take them."""
 
-    streams: int  # Streams of clients that are served here.
-    away: int  # Streams of clients that may be about to resume them here.
-    uncopied: int  # Records that no live peer has, and that would be lost with this process.
+    streams: int  # Number of streams of clients that are served here.
+    away: int  # Number of streams whose clients may be about to resume them here.
+    # Number of records that no live peer has, and that would be lost with this process.
+    uncopied: int
     has_peers: bool
     staying: frozenset[str]  # Peers that are not known to end.
 

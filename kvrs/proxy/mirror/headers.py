@@ -24,7 +24,7 @@ _EVENT = re.compile(r"([0-9a-f]{1,64}):([0-9]{1,9})", re.ASCII)
 
 class ResumeRequest(msgspec.Struct, frozen=True):
     """A request for a keyed stream. `keys` are the record's keys under the present and the former
-    secrets; another tenant's client cannot have them.
+    secrets, which include the tenant: another tenant's client cannot have them.
     """
 
     keys: tuple[str, ...]

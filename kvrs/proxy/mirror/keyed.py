@@ -97,7 +97,8 @@ class KeyedStream:
     def send(self, events: Sequence[bytes]) -> None:
         journal = self.journal
         assert journal.marks is not None
-        # Events without a mark come first: an echo of the prompt has no output tokens.
+        # Events without a mark come first: such an event, an echo of the prompt, has no output
+        # tokens.
         marks = [0] * (len(events) - len(journal.marks)) + journal.marks
         journal.marks = []
         for event, mark in zip(events, marks, strict=True):
@@ -144,7 +145,7 @@ class KeyedStream:
             raise ClientGoneError(self._gone)
 
     def note_state(self) -> None:
-        """Update the record's state before the record is sent."""
+        """Update the record's state from the journal, before the record is sent."""
         journal, before = self.journal, self.record.state
         kept = self._driver.control.policy.kept(journal.stream)
         locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in kept)

@@ -31,7 +31,7 @@ class Outbox:
     _acked_s: float = -math.inf  # Time at which the last acknowledged update was sent.
 
     def assign(self, mirror: str | None) -> None:
-        """Replicate to a new mirror from the beginning; None: no mirror."""
+        """Replicate the stream to a new mirror from the beginning; None: to no mirror."""
         self.full = self.record.size_bytes > _MAX_RECORD_BYTES
         self.mirror = None if self.full else mirror
         self.acked, self.dirty = None, self.mirror is not None
@@ -47,7 +47,7 @@ class Outbox:
         return self.record.update(now_s, from_event=self.acked or 0, with_header=self.acked is None)
 
     def take(self, ack: UpdateAck) -> None:
-        """Apply the answer to the last update."""
+        """Apply the mirror's answer to the last update."""
         assert ack.status is not AckStatus.SUPERSEDED
         is_stored = ack.status is AckStatus.STORED
         self.acked = min(ack.events, len(self.record.events)) if is_stored else None
@@ -87,7 +87,7 @@ class Delivery(Enum):
 
     SKIP = "skip"
     SEND = "send"
-    CUT = "cut"  # The client has a part of the event: only the rest may be sent.
+    CUT = "cut"  # The client has a part of the event, so only the rest may be sent.
 
 
 def delivery_of(before: int, event: StreamEvent, after: int) -> Delivery:

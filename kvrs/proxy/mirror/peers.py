@@ -52,7 +52,7 @@ Answer = TypeVar("Answer")
 
 
 class ProxyPeer(Peer):
-    """Client of another proxy; `me` is this proxy's id."""
+    """Client of another proxy; `me` is the id of this proxy."""
 
     def __init__(self, links: EngineLinks, me: str, name: str, url: str) -> None:
         super().__init__(links.pool(url))
@@ -129,8 +129,8 @@ class ProxyPeer(Peer):
             async with asyncio.timeout(timeout_s):
                 status, raw = await self._post(path, body)
         except TimeoutError:
-            # If much more time has passed, this process was paused, and the timeout says nothing
-            # about the peer.
+            # After much more time than the limit this process was paused, and the timeout says
+            # nothing about the peer.
             if retry and time.monotonic() > sent_s + timeout_s + _TIMEOUT_S:
                 return await self._ask(path, message, kind, retry=False)
             raise UpstreamError(f"no answer to {path} within {timeout_s:.1f} s") from None
@@ -302,7 +302,8 @@ class Peers:
                     self._start(peer)
                 # Keep the group open: the first peer may be added later.
                 await asyncio.Event().wait()
-        finally:  # CPython 3.11 never collects a cancelled task that refers to itself.
+        finally:
+            # Release the tasks: CPython 3.11 never collects a cancelled task that refers to itself.
             self._group = None
             self._tasks.clear()
 

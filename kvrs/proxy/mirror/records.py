@@ -34,7 +34,7 @@ _BYTES_PER_EVENT = 160  # Memory of an event without its data and its ids.
 
 
 class PresentPeers(NamedTuple):
-    """Live peers, and those of them that records are sent to."""
+    """Ids of the live peers, and of those among them that records are sent to."""
 
     live: frozenset[str]
     mirrors: frozenset[str]
@@ -42,11 +42,11 @@ class PresentPeers(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A stream as known by its owner, its mirror or the holder of a copy."""
+    """A resumable stream, as known by its owner, its mirror or the holder of a copy."""
 
     key: str
     stream: StreamId
-    header: StreamHeader  # The header's ages are valid at `header_s`.
+    header: StreamHeader  # Header of the stream; its ages are those at `header_s`.
     header_s: float
     owner: str
     owner_epoch: int
@@ -92,7 +92,7 @@ class Record:
 
     @property
     def seq(self) -> int:
-        """Position of a client that has every event; -1: no event."""
+        """Position of a client that has every event of the record; -1: the record has no event."""
         return self.events[-1].seq if self.events else -1
 
     @property

@@ -48,9 +48,11 @@ from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
 
-# Delay of updates of streams whose clients can continue only from the mirror's events.
+# Delay in which updates are gathered, for streams whose clients can continue only from the mirror's
+# events.
 _GATHER_S = 0.02
-_GATHER_EXACT_S = 0.1  # Delay of updates of streams that an engine regenerates exactly.
+# Delay in which updates are gathered, for streams that an engine regenerates exactly.
+_GATHER_EXACT_S = 0.1
 # Interval of updates of streams without news; the answers tell an owner whether its stream was
 # granted elsewhere.
 _HEARTBEAT_S = 1.0
@@ -143,8 +145,9 @@ class Mirror:
         self.book = RecordBook(max_bytes=settings.mirror_bytes)
         me, drains = Hello(settings.id, self.name), ProxyDrains(driver.control, driver.clock)
         self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, drains)
-        self.streams: dict[str, KeyedStream] = {}  # Streams that run here, by key of the record.
-        # Ended streams whose mirror does not have everything yet.
+        # Keyed streams that run here, by key of the record.
+        self.streams: dict[str, KeyedStream] = {}
+        # Ended streams whose mirror does not have all events yet, by key of the record.
         self._closing: dict[str, KeyedStream] = {}
         # Streams with news, by the peer that gets them.
         self._pending = defaultdict[str, Pending[KeyedStream]](Pending)

@@ -62,7 +62,7 @@ class Message(Enum):
 
     HEADER = "header"  # An owner's record from its header on, for a new mirror.
     EVENTS = "events"  # An owner's further events.
-    COPY = "copy"  # A whole record, from the only proxy that has it.
+    COPY = "copy"  # A whole record, from the only proxy that has the record.
 
 
 class Relation(Enum):
@@ -80,8 +80,8 @@ class UpdateStep(Enum):
 
     STORE = "store"  # Replace the record, in role MIRROR or COPY; a stream that runs here stops.
     APPEND = "append"
-    ACKNOWLEDGE = "acknowledge"  # Keep the record.
-    PAIR = "pair"  # Keep the record; the sender is its peer.
+    ACKNOWLEDGE = "acknowledge"  # Keep the record, and accept the update.
+    PAIR = "pair"  # Keep the record, and note the sender as its peer.
     ASK_HEADER = "ask_header"
     SUPERSEDE = "supersede"  # The sender must drop its record, or stop its stream.
 

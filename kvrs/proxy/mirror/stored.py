@@ -13,7 +13,7 @@ from kvrs.proxy.mirror.replication import Mirror
 
 class StoredRecord(msgspec.Struct, frozen=True):
     record: Record
-    runs: bool  # The stream runs at the proxy that has the record.
+    runs: bool  # The stream runs at the proxy from which the record was read.
 
 
 def own_record(mirror: Mirror, key: str) -> ReadAnswer:

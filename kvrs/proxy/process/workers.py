@@ -214,7 +214,7 @@ def _addresses(host: str, port: int) -> Iterator[tuple[int, tuple[str, int]]]:
 
 def _made(family: int) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
-    # Connections of a former proxy may still occupy the port.
+    # Connections of a proxy that has ended may still occupy the port.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -1,4 +1,4 @@
-"""Common state of the readers of an engine's answer, streamed or whole."""
+"""Base class of the readers of an engine's answer, streamed or whole."""
 
 from collections.abc import Callable
 from typing import TypedDict

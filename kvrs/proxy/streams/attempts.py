@@ -61,8 +61,9 @@ class AttemptCalls:
         self._instances = context.control.instances
         request = live.journal.request
         self._trace: RequestTrace | None = None if request is None else request.trace
-        self._span: CallSpan | None = None  # Span of the decode call, if traced.
-        # Reader of the decode call's answer, while the call runs.
+        # Span of the decode call; None: no call yet, or not traced.
+        self._span: CallSpan | None = None
+        # Reader of the decode call's answer; None: the call does not run.
         self._relay: Relay | WholeAnswer | None = None
         # Hand-off of an engine without leases of the proxy, until it is fetched; else None.
         self._hand_off: HandOff | None = None
@@ -113,7 +114,9 @@ class AttemptCalls:
             self._give_up_hand_off()
 
     def _give_up_hand_off(self) -> None:
-        """Free the KV that the attempt leaves at prefill."""
+        """Have the KV freed that the attempt leaves at prefill, unless an engine has got the
+        hand-off.
+        """
         hand_off, self._hand_off = self._hand_off, None
         if hand_off is None or hand_off.is_sent:
             return
@@ -478,5 +481,5 @@ def _fault_of(error: UpstreamError) -> CallFault:
             return CallFault.WRONG
 
 
-# Work of an attempt, which returns the work to go on with; None: done.
+# Part of an attempt's work, which returns the part to go on with; None: done.
 _Work = Coroutine[Any, Any, "_Work | None"]

@@ -19,11 +19,11 @@ from kvrs.proxy.wire.requests import REQUEST_ID
 # Number of unsent bytes above which the client counts as slower than the engine, and is blocked.
 UNSENT_BYTES = 64 << 10
 
-# A comment of one line without an empty line behind it: many decoders dispatch an event at each
-# empty line, some only after an `id:`. The next event follows as a further line.
+# A comment line without an empty line behind it: many decoders dispatch an event at each empty
+# line, some only after an `id:`. The next event then follows as further lines.
 _COMMENT = b": keep-alive\n"
 _LAST_CHUNK = b"0\r\n\r\n"
-# Common part of the head of event streams.
+# Part of the head that all event streams have.
 _EVENT_STREAM = (
     " 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
     f"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\nServer: {SERVER}\r\n"
@@ -48,7 +48,7 @@ class ClientGoneError(KvrsError):
 
 
 class Client(Protocol):
-    """The destination of a stream's events."""
+    """Takes the events of a stream for a client."""
 
     @property
     def blocked(self) -> bool:
@@ -67,13 +67,13 @@ class Client(Protocol):
         """Function that takes an event of one journaled token, like `send`; None: use `send`."""
 
     def send(self, events: Sequence[bytes]) -> None:
-        """Send JSON payloads. Raises ClientGoneError."""
+        """Send events, given as JSON payloads. Raises ClientGoneError."""
 
     def when_free(self, resume: Callable[[], None]) -> None:
         """Call `resume` once, when a blocked client is no longer blocked."""
 
 
-# Time without reading after which a client is cut off.
+# Longest time in seconds for which a client with unsent bytes may not read; then it is cut off.
 WRITE_TIMEOUT_S = 30.0
 
 
@@ -84,10 +84,11 @@ class SseClient:
     """
 
     request: Request
-    head: Callable[[], Mapping[str, str]]  # Makes the extra headers at the start of the response.
+    # Function that makes the extra headers when the response begins.
+    head: Callable[[], Mapping[str, str]]
     blocked: bool = False
     was_silent: bool = False  # Nothing was sent since the last call of `break_silence`.
-    # Transport of the response, once it has begun.
+    # Transport of the client's connection; None: the response has not begun.
     transport: asyncio.Transport | None = None
     _is_chunked: bool = False
     _head: bytes = b""  # Head of the response, until it is written with the first bytes.
@@ -104,7 +105,7 @@ class SseClient:
 
     @property
     def is_open(self) -> bool:
-        """The response has begun, and its connection stands."""
+        """Return whether the response has begun and its connection stands."""
         return self.transport is not None and not self.transport.is_closing()
 
     @property
@@ -112,7 +113,7 @@ class SseClient:
         return self if self.request.minor_version else None
 
     def send(self, events: Sequence[bytes]) -> None:
-        """Send events, at least one."""
+        """Send events, of which there must be at least one."""
         self.send_framed(b"data: %b\n\n" % b"\n\ndata: ".join(events))
 
     def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
@@ -133,7 +134,7 @@ class SseClient:
         self.was_silent = True
 
     async def finish(self, data: bytes) -> Response:
-        """Send the last, already framed events, and end the response."""
+        """Send the last events, already framed, and end the response."""
         self._is_over = True
         self.send_framed(data or _COMMENT, is_last=True)
         if self.blocked:
@@ -143,7 +144,7 @@ class SseClient:
         return WRITTEN
 
     def send_framed(self, data: bytes, *, is_last: bool = False) -> None:
-        """Send already framed events."""
+        """Send events that are already framed."""
         transport = self.transport or self._open()
         if transport.is_closing():
             raise ClientGoneError(self._gone or "the client closed its connection")
@@ -155,7 +156,7 @@ class SseClient:
         transport.write(data)
 
     def _open(self) -> asyncio.Transport:
-        """Make the head, which is written with the first bytes."""
+        """Make the head, which is written with the first bytes; return the transport."""
         request = self.request
         connection = request.connection
         if (transport := connection.transport) is None:
@@ -175,7 +176,7 @@ class SseClient:
         version = f"HTTP/1.{request.minor_version}"
         date = rfc822_formatted_time()
         self._head = f"{version}{_EVENT_STREAM}{lines}Date: {date}\r\n\r\n".encode()
-        request.is_begun = True  # From now on no error response is possible.
+        request.is_begun = True  # No error response is possible from now on.
         return transport
 
     def _room_changed(self, has_room: bool) -> None:
@@ -192,7 +193,8 @@ class SseClient:
             resume()
 
     def _give_up(self) -> None:
-        # The loss of the connection cancels the request, and so the stream.
+        # Nothing else is needed here: the loss of the connection cancels the request, and so the
+        # stream.
         assert self.transport is not None
         self._gone = f"the client did not read for {WRITE_TIMEOUT_S} s"
         self.transport.abort()

@@ -50,7 +50,7 @@ class AttemptContext:
         self._files = files
         self.tokenizer = LazyTokenizer(files)
         self.parsers = Parsers()
-        # vLLM's parsers of streams and of whole answers differ.
+        # vLLM parses streams and whole answers differently, so whole answers are asked for as such.
         self.is_vllm = config.cluster.backend is Engine.VLLM
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.slots = SlotSender(control.slots, agent_backends)
@@ -71,8 +71,8 @@ class AttemptContext:
         return self._files.default_sampling.get("repetition_penalty", 1) != 1
 
     def suspect_instance(self, instance: InstanceId) -> bool:
-        """Handle an instance's long silence, perhaps to more than one stream; return whether it is
-        given up.
+        """Handle an instance's long silence, which may concern several streams; return whether the
+        instance is given up.
 
         A hanging instance sends nothing at all. So its streams are decided together, and it is
         fenced when it wakes.

@@ -1,5 +1,5 @@
-"""Text of a stream that a plain engine continues without the state of the text before the cut: made
-by the proxy from the ids or, without a tokenizer, by the engine.
+"""Text of a stream that goes on at a plain engine, which lacks the state of the text before the
+cut: the proxy makes the text from the ids or, without a tokenizer, takes the engine's.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Piece(msgspec.Struct, frozen=True):
     delta: TextDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    offsets: Sequence[int] = ()  # Number of characters of the whole output before each id.
+    offsets: Sequence[int] = ()  # Number of characters of the whole output that precede each id.
 
 
 class Continuation:
@@ -64,8 +64,8 @@ class Continuation:
         stop_reason: str | int | None,
         text: str = "",
     ) -> Piece:
-        """Continue with an engine's next ids and its reasons for their end. The engine's `text` is
-        not used: the ids determine the text.
+        """Continue with the next ids of an engine, and its reasons if these are the last. The
+        engine's `text` is not used, because the ids determine the text.
         """
         piece = self._feed(token_ids, is_end=finish_reason == "stop")
         if piece.finish_reason is None and finish_reason is not None:
@@ -80,7 +80,9 @@ class Continuation:
         return msgspec.structs.replace(piece, delta=self._unsent(piece.delta))
 
     def end(self) -> Piece:
-        """The end of a stream that has all its ids: held-back text, and the reason of the end."""
+        """Return the end of a stream that has all its ids: text held back, and the reason of the
+        end.
+        """
         if self.ended:
             return Piece([], self._unsent(TextDelta("")), "stop", self._ended_by)
         return Piece([], self._unsent(self._text.finish()), "length")
@@ -139,5 +141,5 @@ class EngineText:
         return Piece(list(token_ids), delta, finish_reason, stop_reason, offsets)
 
     def end(self) -> Piece:
-        """The end of a stream that has all its ids."""
+        """Return the end of a stream that has all its ids: no text, and the reason of the end."""
         return Piece([], TextDelta(self._stops.finish("")), "length")

@@ -127,7 +127,9 @@ class Driver:
 
     @property
     def default_tokens(self) -> int | None:
-        """Output limit of a chat without `max_tokens`; None: the rest of the context."""
+        """Output limit that vLLM gives a chat without `max_tokens`; None: the rest
+        of the context.
+        """
         return self._files.default_max_tokens if self.engine is Engine.VLLM else None
 
     async def identified(self) -> None:
@@ -145,7 +147,7 @@ class Driver:
             self._metrics.agent_lost(known.id, death)
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
-        """Run one stream to its end; cancelling the caller ends the stream."""
+        """Run one stream to its end, and return its outcome; a cancelled caller ends the stream."""
         # The stream comes from another proxy, or from a cut connection, and cannot continue without
         # ids.
         if journal.lacks_ids and not journal.finished:
@@ -281,8 +283,8 @@ class Driver:
         if not self._tasks and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
         if error is not None and not isinstance(error, asyncio.CancelledError):
-            # A bug of kvrs. The client's handler raises it, so that neither task goes on as if
-            # nothing had happened.
+            # This is a bug of kvrs. The client's handler raises it too, so that neither task goes
+            # on as if nothing had happened.
             log.error("attempt ended by a bug", exc_info=error)
             if not live.outcome.done():
                 live.outcome.set_exception(error)

@@ -33,7 +33,7 @@ _Record = tuple[float, float, ev.Event, Sequence[act.Action]]
 
 
 def part_bytes(max_bytes: int) -> int:
-    """Most bytes of a part, for a log of `max_bytes`."""
+    """Return the most bytes of a part, for a log of at most `max_bytes`."""
     return min(max_bytes // _PARTS, _MOST_PART_BYTES)
 
 
@@ -61,7 +61,8 @@ class EventLog:
         self._part = 0
         self._size_bytes = 0
         self._lock: TextIO | None = None
-        self._file: TextIO | None = None  # Open file, used only by the writer's thread.
+        # Open file of the current part, used only by the writer's thread.
+        self._file: TextIO | None = None
         self._given_up = False
         self._pending: list[_Record] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="event-log")
@@ -95,7 +96,7 @@ class EventLog:
             self._give_up("the disk does not keep up")
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write noted events until cancelled."""
         while True:
             await asyncio.sleep(_WRITE_INTERVAL_S)
             await self.flush()
@@ -103,7 +104,7 @@ class EventLog:
     async def flush(self) -> None:
         pending, self._pending = self._pending, []
         if pending and self._file is not None and not self._given_up:
-            # Cancelling the future itself would cancel work that the writer has not begun.
+            # Shield the future: its cancellation would drop work that the writer has not begun.
             await asyncio.shield(
                 asyncio.get_running_loop().run_in_executor(self._writer, self._write, pending)
             )
@@ -112,7 +113,7 @@ class EventLog:
         await self.flush()
         self._writer.shutdown()
         if self._file is not None:
-            with suppress(OSError):  # The error is logged already.
+            with suppress(OSError):  # The error was logged by the writer already.
                 self._file.close()
         if self._lock is not None:
             self._lock.close()

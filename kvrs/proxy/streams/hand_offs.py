@@ -49,7 +49,7 @@ class Freed(StrEnum):
 
 
 def given_up_counter(registry: CollectorRegistry) -> Counter:
-    """Counter of given-up hand-offs, with all series at 0."""
+    """Make the counter of given-up hand-offs, with all series at 0."""
     counter = Counter(
         "kvrs_hand_offs_given_up",
         "Hand-offs of vLLM that no stream fetched, by what became of their blocks at prefill.",
@@ -63,14 +63,14 @@ def given_up_counter(registry: CollectorRegistry) -> Counter:
 
 class GivenUp(NamedTuple):
     source: InstanceId
-    epoch: int  # Epoch of the prefill instance.
+    epoch: int  # Epoch of the prefill instance at the hand-off.
     transfer: msgspec.Raw
     history: "array[int]"
     until_s: float
 
 
 class GivenUpHandOffs:
-    """Frees the blocks of given-up hand-offs."""
+    """Frees the blocks of given-up hand-offs by background requests."""
 
     def __init__(
         self,

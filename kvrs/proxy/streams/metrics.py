@@ -130,7 +130,7 @@ class Metrics:
 
 
 def process_registry() -> CollectorRegistry:
-    """A registry with this process's version, memory and CPU."""
+    """Make a registry with this process's version, memory and CPU."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     build = Info("kvrs_build", "Version of kvrs that runs, and of Python.", registry=registry)

@@ -17,7 +17,9 @@ from kvrs.proxy.wire.journal import Journal
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """An error for the client: by status before the first byte, as an event afterwards."""
+    """An error for the client: sent by the response's status before the first byte, as an event
+    afterwards.
+    """
 
     status: int
     body: bytes

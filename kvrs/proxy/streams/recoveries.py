@@ -50,7 +50,7 @@ class Recovery:
         None  # Time from the last token before to the first after; None: no earlier token.
     )
     source: InstanceId | None = None  # First source of fetched KV, or STORE; None: no fetch.
-    outcome: str = "running"  # "running", then one of `OUTCOMES`.
+    outcome: str = "running"  # "running", later one of `OUTCOMES`.
     owner_epoch: int = 0
     # Tokens of the history that the target fetched and used, and that it computed, by its own
     # count. None: nothing fetched, or not counted.
@@ -61,11 +61,12 @@ class Recovery:
     adopted_pages: int | None = None
     recomputed_tokens: int | None = None
     request_id: str | None = None
-    request: RequestContext | None = None  # Context of the request while the recovery runs.
+    # Context of the client's request while the recovery runs; then None.
+    request: RequestContext | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Facts for the log: the decision, its predicted cost, and its result."""
-        others: dict[str, float] = {}  # Estimates by option, at the best target.
+        """Return the facts for the log: the decision, its predicted cost, and its result."""
+        others: dict[str, float] = {}  # Lowest estimate of each other option, over all targets.
         for estimate in self.estimates:
             if estimate.option != self.option:
                 best = others.get(estimate.option, inf)
@@ -110,7 +111,8 @@ class RecoveryLog:
         self._clock = clock
         self._wall_clock = wall_clock
         self._settled = settled
-        # Lines are written later, because a write would delay the other victims of a death.
+        # Lines are written later, because a write would delay the other streams that the same death
+        # has cut.
         self._lines = RowLog(log, "recovery", wall_clock)
         self.running: dict[StreamId, Recovery] = {}
         self.entries: deque[Recovery] = deque(maxlen=KEPT)
@@ -172,7 +174,9 @@ class RecoveryLog:
         self.settle(stream, "resumed")
 
     def fetched(self, fetches: Iterable[FetchReport]) -> None:
-        """Note targets' reports of fetches, which are repeated, before or after `resumed`."""
+        """Note targets' reports of fetches, which may come several times, before or after
+        `resumed`.
+        """
         for fetch in fetches:
             name = fetch.stream, fetch.owner_epoch, fetch.attempt
             for each in reversed(self.entries):
@@ -182,7 +186,9 @@ class RecoveryLog:
                     break
 
     def restarted(self, restarts: Iterable[RestartReport]) -> None:
-        """Note instances' reports of restarted attempts, repeated like those of `fetched`."""
+        """Note instances' reports of restarted attempts, which may come several times, like those
+        of `fetched`.
+        """
         for restart in restarts:
             name = restart.stream, restart.owner_epoch, restart.attempt
             for each in reversed(self.entries):
@@ -194,11 +200,11 @@ class RecoveryLog:
     def rejected(self, stream: StreamId) -> None:
         """Note that the stream was retried only to learn that its request is at fault."""
         if (recovery := self.running.pop(stream, None)) is not None:
-            with suppress(ValueError):  # The recovery may be too old to be kept.
+            with suppress(ValueError):  # The recovery may be too old to be kept still.
                 self.entries.remove(recovery)
 
     def settle(self, stream: StreamId, outcome: str) -> None:
-        """Note the outcome of a running recovery; does nothing for other streams."""
+        """Note the outcome of a running recovery; do nothing for other streams."""
         if (recovery := self.running.pop(stream, None)) is not None:
             recovery.outcome = outcome
             self._settled(recovery)

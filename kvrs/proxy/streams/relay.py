@@ -124,7 +124,7 @@ class Relay(AnswerReader):
         # Fast path of events that fit the templates, reached by `shortcut`; None: not made yet.
         self._path: TokenPath | None = None
         self._counts_each = request.stream_options is not None and request.wants_each_usage
-        self._lessons = 0  # Number of events tried as templates.
+        self._lessons = 0  # Number of events from which a template was derived, or tried to be.
         self._is_first = not journal.output_ids
         self._sees_all = continuation is None and (self._is_first or replays)
         self._first_event = True
@@ -159,7 +159,8 @@ class Relay(AnswerReader):
             return Need.MORE
         self.is_complete = True
         self.shortcut = None
-        # The client need not wait for the rest, whose failure does not concern the stream.
+        # The client does not wait for the rest of the response, whose failure does not concern the
+        # stream.
         self._completed()
         return Need.END if self._continuation is None else Need.NOTHING
 
@@ -313,7 +314,7 @@ class Relay(AnswerReader):
                 # The template is known; the event came here because it arrived in several reads.
                 return
         self._lessons += 1
-        # The head may differ in length from the first event's.
+        # The event's own head may differ in length from the head of the first event.
         template = EventTemplate.of(data, self._head_bytes)
         # Parts beside the text are counted only after the first event with characters of such a
         # part.
@@ -426,7 +427,7 @@ class Relay(AnswerReader):
         journal = self._journal
         if event.usage is None or not journal.finished:
             return None
-        if journal.lacks_ids:  # Only the engine has counted these tokens.
+        if journal.lacks_ids:  # Without ids only the engine has counted the stream's tokens.
             journal.counted = event.usage
         if self._is_first and journal.cached_tokens is None:
             journal.cached_tokens = event.usage.cached_tokens
@@ -443,7 +444,9 @@ class Relay(AnswerReader):
         journal.output_ids.extend(ids)
 
     def _trim(self, data: bytes) -> bytes:
-        """The client's form of an event: with the stream's head, and with ids only if wanted."""
+        """Return the event as the client gets it: with the stream's head, and with ids only if
+        wanted.
+        """
         journal = self._journal
         if self._first_event:
             self._first_event = False

@@ -53,7 +53,7 @@ class CallSpan:
 
 
 class RequestTrace:
-    """The spans of one request."""
+    """The request's span, and the spans of its calls and recoveries."""
 
     __slots__ = ("_below", "_engine", "_journals", "_span", "_tracer")
 
@@ -93,7 +93,7 @@ class RequestTrace:
         ).end(begun_ns + round(max(0.0, now_s - recovery.decided_s) * _NS))
 
     def end(self, path: str, status: int) -> None:
-        # Release the streams: calls being cancelled still hold the trace.
+        # Release the streams now: calls that are being cancelled still hold the trace.
         journals, self._journals = self._journals, []
         span = self._span
         span.set_attributes({"http.route": path, "http.response.status_code": status})
@@ -109,7 +109,9 @@ class RequestTrace:
 
 
 class RequestTracer:
-    """Begins the traces of one proxy. `engine`: the engines' kind, in the conventions' words."""
+    """Begins the traces of one proxy. `engine`: kind of the engines, by its name in OpenTelemetry's
+    conventions.
+    """
 
     def __init__(self, sender: SpanSender, engine: str) -> None:
         self._tracer = sender.tracer

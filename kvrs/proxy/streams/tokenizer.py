@@ -74,7 +74,7 @@ class LazyTokenizer:
             raise ConfigError(f"cluster.model: {directory} has no tokenizer.json; {self._remedy()}")
         if self._loading is None:
             self._loading = asyncio.create_task(asyncio.to_thread(self._load, directory))
-        # A waiter may be cancelled while others still wait.
+        # Shield the task: a waiter may be cancelled while others still wait for it.
         return await asyncio.shield(self._loading)
 
     def _load(self, directory: Path) -> Tokenizer:

@@ -69,7 +69,7 @@ def ask_whole(call: Call) -> None:
 
 
 class WholeAnswer(AnswerReader):
-    """Reads the whole answer of one attempt, instead of a `Relay`."""
+    """Reads the whole answer of one attempt, in place of a `Relay`."""
 
     __slots__ = ("_client", "_pieces", "_size_bytes")
 
@@ -97,7 +97,7 @@ class WholeAnswer(AnswerReader):
         self._pieces.clear()
 
     def check_end(self) -> None:
-        """Pass the ended response to the client.
+        """Check that the response is a whole answer, and pass it to the client.
 
         Raises:
             UpstreamError: not a whole answer.

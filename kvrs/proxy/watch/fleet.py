@@ -82,7 +82,8 @@ class Fleet:
                     await self._any_leaves.wait()
                     self._any_leaves.clear()
                     await self._take_leave()
-        finally:  # CPython 3.11 never collects a cancelled task that refers to itself.
+        finally:
+            # Release the tasks: CPython 3.11 never collects a cancelled task that refers to itself.
             self._group = None
             self._watches.clear()
 
@@ -206,7 +207,7 @@ class Fleet:
         self._watch(instances.add(instance.id, node.id, instance.role, instance.group))
 
     def _move(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
-        """Move an instance, which is down, to another address."""
+        """Move an instance that is down to another address."""
         log.info("instance moved", extra={"instance": instance.id, "url": instance.url})
         known, links = self._driver.control.instances.known[instance.id], self._links
         self._leave(known)
@@ -224,7 +225,7 @@ class Fleet:
         self._watch(known)
 
     def _leave(self, known: Member | Agent) -> None:
-        if known.health is Health.UP:  # The instance has come up since the check.
+        if known.health is Health.UP:  # The instance has come up since the change was checked.
             self._watchers[known.id].lose("it is at another address")
         self._unwatch(known.id)
 

@@ -30,7 +30,7 @@ SEED = 20_26
 # Token ids of the prompt: not special in usual vocabularies, and present in the smallest.
 PROMPT_IDS = range(3, 35)
 _PAGES = 2  # Number of full pages of the prompt, if the model has room for them.
-_LISTED = 5  # Number of log probabilities at each position.
+_LISTED = 5  # Number of log probabilities that vLLM lists at each position.
 # Prefix of a token's number where vLLM lists tokens by number instead of text.
 _ID_PREFIX = "token_id:"
 
@@ -174,7 +174,7 @@ def _likeliest(choice: ReceivedChoice) -> list[Mapping[int, float]]:
     try:
         listed = choice.logprob_lists().get("top_logprobs") or []
         found = [msgspec.json.decode(each, type=dict[str, float] | None) or {} for each in listed]
-    except UNREADABLE:  # An empty entry keeps the later positions in place.
+    except UNREADABLE:  # Add an empty entry, which keeps the later positions in place.
         return [{} for _ in choice.token_ids or ()]
     return [
         {

@@ -196,7 +196,9 @@ class SelfTester:
         ]
         try:
             likeliest = await self._streams.stream(instance, journals[0])
-        except RefusedError:  # The server gives fewer log probabilities (`--max-logprobs`).
+        except RefusedError:
+            # The server allows fewer log probabilities (`--max-logprobs`), so the stream is asked
+            # for without any.
             journals[0] = self._streams.journal(instance, None)
             likeliest = await self._streams.stream(instance, journals[0])
         try:
@@ -332,7 +334,8 @@ class SelfTester:
         if self._streams.info(holder).role is not Role.PREFILL:
             await self._streams.stream(holder, saved, has_rows=has_rows)
         elif transfer := await self._streams.prefill(holder, saved, has_rows=has_rows):
-            with suppress(UpstreamError, RefusedError):  # The hand-off's lease ends later anyway.
+            # A failure does no harm: the hand-off's lease ends later anyway.
+            with suppress(UpstreamError, RefusedError):
                 await self._streams.backend(target).free_hand_off(transfer, saved.prompt_ids or ())
         if test.in_store:
             self._stored[target] = salt

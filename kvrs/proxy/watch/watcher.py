@@ -64,7 +64,7 @@ class WatchHost(Protocol):
 
 
 class Watcher:
-    """Runs the watch of one process."""
+    """Watches one process, an instance or an agent."""
 
     def __init__(
         self,
@@ -128,7 +128,9 @@ class Watcher:
         self._watch.ended(session, cause, DeathCause.FAILED, self._host.clock())
 
     async def _follow(self, session: int) -> None:
-        """Watch the process until the connection ends. Raises UpstreamError."""
+        """Watch the process until the connection ends. Raises UpstreamError: the process is lost or
+        unusable.
+        """
         await self._perform(session, WatchStep.IDENTIFY)
         watch, clock, end_watch = self._watch, self._host.clock, self._host.end_watch
         silence = watch.silence
@@ -146,7 +148,8 @@ class Watcher:
             finally:
                 self._watchdog = None
                 del end_watch[self.id]
-                beats.cancel()  # The end of the task is not awaited: a loss must be known at once.
+                # Do not wait for the end of this task: a loss must be known at once.
+                beats.cancel()
 
     async def _perform(self, session: int, step: WatchStep | End | None) -> None:
         """Carry out this step and the steps that follow from it, until only reports remain to be
@@ -186,7 +189,7 @@ class Watcher:
             except ConnectionLostError:
                 await asyncio.sleep(LONGEST_PAUSE_S)
             except UpstreamError:
-                return  # The process has no heartbeats.
+                return  # The process sends no heartbeats.
 
     @property
     def url(self) -> str:

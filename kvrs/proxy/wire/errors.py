@@ -34,8 +34,8 @@ class BusyError(UpstreamError):
 
 
 class EngineError(UpstreamError):
-    """The engine answers the request with an error: with a status, or in the stream. `body`: its
-    message in OpenAI's form, for the client if the request is the cause.
+    """The engine answers the request with an error, by its status or by an event of the stream.
+    `body`: the engine's message in OpenAI's form, for the client if the request is the cause.
     """
 
     def __init__(self, cause: str, status: int, body: bytes) -> None:
@@ -45,16 +45,18 @@ class EngineError(UpstreamError):
 
 
 class NotANumberError(UpstreamError):
-    """The engine finds that the logits of this stream are no numbers."""
+    """The engine finds that the logits of this stream are not numbers (NaN)."""
 
 
 class UnusableError(UpstreamError):
-    """The process answers and must not be used: another server, version or secret."""
+    """The process answers, but must not be used: it is another server, or has another version or
+    secret.
+    """
 
 
 class DeniedError(UnusableError):
-    """A request of a stream got 401 or 403: the process, or a gateway in front of it, does not take
-    this proxy's key, or has something against this one request.
+    """A request of a stream got 401 or 403: the process, or a gateway in front of it, does not
+    accept this proxy's key, or forbids this one request.
     """
 
     def __init__(self, status: int, cause: str, body: bytes) -> None:
@@ -62,7 +64,7 @@ class DeniedError(UnusableError):
             f"HTTP {status} to a completion, by itself or a gateway in front of it: {cause}"
         )
         self.status = status
-        self.body = body  # Body of the answer in OpenAI's form.
+        self.body = body  # Body of the engine's or gateway's answer, in OpenAI's form.
 
 
 def unproven(cause: str) -> UnusableError:

@@ -77,7 +77,7 @@ class EventForm:
 
 
 class LacksIdsError(UpstreamError):
-    """A stream lacks a list of ids; the error has the list's name."""
+    """The engine's stream lacks a list of token ids; `name` is the list's key."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"sent a stream without {name}")

@@ -62,14 +62,15 @@ class EventTemplate:
 
     @classmethod
     def of(cls, data: bytes, head_bytes: int) -> "EventTemplate | None":
-        """Make the template of an event in the usual form (`event_form.py`) with a head of
-        `head_bytes`; None: not a plain token event.
+        """Make the template of an event in the usual form (`event_form.py`), whose head has
+        `head_bytes` bytes; None: the event is not a plain token event.
         """
         if (ids_at := data.find(TOKEN_IDS)) < 0 or (end := data.find(b"]", ids_at)) < 0:
             return None
         if not data.startswith(CHOICES, head_bytes) or data.rfind(UNFINISHED, 0, ids_at) < 0:
             return None
-        if PROMPT_TOKEN_IDS in data:  # Only the first event has prompt ids.
+        # An event with prompt ids is no template: only the first event of a stream has them.
+        if PROMPT_TOKEN_IDS in data:
             return None
         id_at = ids_at + len(TOKEN_IDS)
         found = _STRING.search(data, head_bytes, ids_at)
@@ -83,7 +84,8 @@ class EventTemplate:
         """
         if not (data.startswith(self.before, at) and data.endswith(self.after, at, end)):
             return None
-        # Quotes are escaped within a JSON string, so no text contains these bytes.
+        # The search finds the text's end: quotes within a JSON string are escaped, so no text
+        # contains these bytes.
         text_at = at + self._text_at
         text_end = data.find(self.between, text_at, end)
         digits = data[text_end + self._between_bytes : end - len(self.after)]
@@ -94,7 +96,8 @@ class EventTemplate:
             return int(digits), text_end, 0
         try:
             text = _TEXT.decode(data[text_at - 1 : text_end + 1])
-        except UNREADABLE:  # Another field, a line end, or invalid characters.
+        except UNREADABLE:
+            # The text is followed by another field, or has a line end or invalid characters.
             return None
         return int(digits), text_end, len(text)
 
@@ -118,7 +121,9 @@ def _known(kind: _Kind) -> tuple[_Kind, str]:
 
 
 def _tried(kind: _Kind, text: bytes) -> list[tuple[str, int]] | None:
-    """Decode an event with this text; return what it adds. None: not a plain token event."""
+    """Decode an event of this kind with this text; return the parts of the message that it adds to,
+    with the number of characters. None: not a plain token event.
+    """
     data = b"".join((b"{" + kind.before[1:], text, kind.between, _TRIED_ID, kind.after))
     try:
         choices = CHUNK.decode(data).choices or []

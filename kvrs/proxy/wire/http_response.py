@@ -28,13 +28,13 @@ _UNLIMITED_BYTES = 1 << 30
 
 
 class NotHttp(msgspec.Struct, frozen=True):
-    """The head is malformed, or exceeds the parser's limits."""
+    """Fault of a response: its head is malformed, or exceeds the parser's limits."""
 
     cause: str
 
 
 class BrokenBody(msgspec.Struct, frozen=True):
-    """The body is malformed, or its connection has ended within it."""
+    """Fault of a response: its body is malformed, or the connection has ended within the body."""
 
 
 Fault = NotHttp | BrokenBody
@@ -100,13 +100,13 @@ class HttpResponse:
     headers: Mapping[str, str] = field(default_factory=dict)
     is_complete: bool = False
     fault: Fault | None = None
-    keeps_open: bool = False  # The connection stays open after the response.
+    keeps_open: bool = False  # The server leaves the connection open after the response.
     _framing: _Framing = _Framing.HEAD
     _left: int = 0  # Number of bytes still missing of the body, or of the current chunk.
     # All bytes of the current chunk have come, but not the end of its line.
     _is_closing: bool = False
     _rest: bytes = b""  # Last received bytes, if they may begin a chunk's head or line end.
-    # None: not needed, because the head is known or the framing usual.
+    # aiohttp's parser; None: not needed, because the head is known or the framing usual.
     _parser: HttpResponseParser | None = None
     _payload: StreamReader | None = None
 
@@ -121,7 +121,7 @@ class HttpResponse:
         )
 
     def feed(self, data: bytes) -> bytes:
-        """Take received bytes; return the part that belongs to the body."""
+        """Take received bytes; return those of them that belong to the body, without framing."""
         if self._framing is _Framing.CHUNKS:
             # Fast path: the read is one whole chunk.
             is_begun = self._left or self._rest or self._is_closing
@@ -144,7 +144,7 @@ class HttpResponse:
         return self._feed_head(data)
 
     def feed_eof(self) -> None:
-        """Note the end of the connection."""
+        """Note that the server has ended the connection."""
         if self.is_complete or self.fault is not None:
             return
         self.keeps_open = False
@@ -161,8 +161,8 @@ class HttpResponse:
             self.fault = BrokenBody()
 
     def _feed_head(self, data: bytes) -> bytes:
-        """Give the parser the head up to its last byte and nothing else, if the end is where it
-        usually is.
+        """Take bytes of the head. If the head ends at the usual place, the parser gets exactly the
+        head, and no bytes of the body.
         """
         if is_first := self._parser is None:
             self._parser = _new_parser(self.loop)
@@ -190,7 +190,7 @@ class HttpResponse:
         try:
             messages, _, _ = self._parser.feed_data(head)
         except HttpProcessingError as error:
-            # The message's other lines quote received bytes.
+            # Keep only the first line of the message: the other lines quote received bytes.
             self.fault = NotHttp(error.message.partition("\n")[0])
             return None
         for message, payload in messages:
@@ -213,7 +213,8 @@ class HttpResponse:
 
     def _feed_length(self, data: bytes) -> bytes:
         if len(data) > self._left:
-            self.keeps_open = False  # The server sent more than the response.
+            # The server sent more than the response, so the connection cannot be used again.
+            self.keeps_open = False
             data = data[: self._left]
         self._left -= len(data)
         self.is_complete = self._left == 0

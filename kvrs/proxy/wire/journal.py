@@ -34,7 +34,7 @@ class Journal:
     stream: StreamId
     parsed: ParsedRequest
     arrived_s: float
-    seed: int | None = None  # Seed of every attempt's sampling; None: greedy.
+    seed: int | None = None  # Seed of the sampling in every attempt; None: greedy decoding.
     # The stream ends with a usage event. False for several choices, whose usage is counted
     # together.
     wants_usage: bool = False
@@ -45,8 +45,10 @@ class Journal:
     # Output limit of the server for a request without `max_tokens`; None: the context's, or
     # unknown.
     default_tokens: int | None = None
-    prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
-    # Prompt tokens from a prefix cache, by the first attempt that reports them; None: not reported.
+    # Token ids of the prompt; None until an engine has tokenised it.
+    prompt_ids: Sequence[int] | None = None
+    # Number of prompt tokens from a prefix cache, by the first attempt that reports it; None: not
+    # reported.
     cached_tokens: int | None = None
     output_ids: "array[int]" = field(default_factory=partial(array, "I"))
     owner_epoch: int = (
@@ -70,7 +72,7 @@ class Journal:
     text_sent: int | None = None
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     request: RequestContext | None = None
-    tenant: str = ""  # The tenant's mark; empty without API keys.
+    tenant: str = ""  # Mark of the tenant's secret; empty without API keys.
     name: str = ""  # Alias or adapter, as in `StreamJournal`; "": the model.
     # For a resumable stream: its position (`seq`) after each event that the client's record lacks
     # yet; None: not resumable.
@@ -109,8 +111,8 @@ class Journal:
 
     @property
     def inexact_elsewhere(self) -> tuple[str, ...]:
-        """Features that another proxy cannot continue exactly, because it does not know how much of
-        a parsed message the client has.
+        """Return the features that another proxy cannot continue exactly, because it does not know
+        how much of a parsed message the client has.
         """
         return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
 
@@ -146,7 +148,7 @@ class Journal:
 
     @property
     def prefix(self) -> Prefix:
-        """Blocks of the prompt, which all choices of a request share."""
+        """Return the block hashes of the prompt, computed once for all choices of a request."""
         if self.parsed.prefix is None:
             media = not self.is_predictable
             self.parsed.prefix = prefix_of(self.parsed, has_media=media)
@@ -205,15 +207,16 @@ class Journal:
 
     @property
     def default_left(self) -> int | None:
-        """Tokens left within the server's own limit, which counts from the start of the output;
-        None: no limit. A stream that continues beyond it is at a server without the limit.
+        """Return the tokens left within the server's own limit, which counts from the start of the
+        output; None: no limit applies. A stream that is already longer than the limit is at a
+        server without one.
         """
         left = 0 if self.default_tokens is None else self.default_tokens - len(self.output_ids)
         return left if left > 0 and self.max_tokens is None else None
 
     @property
     def token_interval_s(self) -> float | None:
-        """Mean time between two tokens; None: fewer than two tokens."""
+        """Mean time in seconds between two tokens of the output; None: fewer than two tokens."""
         return mean_interval_s(self.first_write_s, self.last_write_s, len(self.output_ids))
 
     @property
@@ -225,7 +228,7 @@ class Journal:
 
     @property
     def finished(self) -> bool:
-        """The client has all text, so only the formal end can be missing.
+        """Return whether the client has all text, so that only the formal end can be missing.
 
         max_tokens ids are not enough: an engine may hold text back after its last id.
         """
@@ -239,7 +242,9 @@ class Journal:
 
     @property
     def usage_so_far(self) -> Usage:
-        """Usage in events within the stream, without cached tokens, which the end counts."""
+        """Usage for events within the stream, without cached tokens, which only the event at the
+        end counts.
+        """
         return usage_of(self.prompt_tokens, len(self.output_ids), None)
 
     def wrote(self, now_s: float) -> None:

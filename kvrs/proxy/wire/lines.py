@@ -39,7 +39,7 @@ class Lines(AsyncIterator[bytes]):
         return Need.MORE
 
     def until(self, ended: Awaitable[Need]) -> None:
-        """Wait for the end of the call, and then end the lines."""
+        """Wait for the end of the call, and then end the iteration over its lines."""
         self._ended = cast("asyncio.Future[Need]", ended)
         self._ended.add_done_callback(self._wake)
 

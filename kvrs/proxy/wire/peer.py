@@ -17,7 +17,7 @@ from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 Answer = TypeVar("Answer")
 
-CONTROL_TIMEOUT_S = 2.0  # Time limit of small calls; a completion has none.
+CONTROL_TIMEOUT_S = 2.0  # Time limit of small calls; completions have no such limit.
 
 
 class Peer:

@@ -54,7 +54,9 @@ _OPTIONS = [
     )
     if hasattr(socket, name)
 ]
-MOST_KEPT = 256  # Most kept connections of one instance; beyond it the longest-idle one is closed.
+# Most idle connections to one instance; beyond it the connection that is idle for longest is
+# closed.
+MOST_KEPT = 256
 # Most waits, of LOST_TOGETHER_S each, for further calls that the same death ends; then all fail.
 _MOST_LOOKS = 10
 
@@ -96,7 +98,7 @@ class EngineLinks:
         return made
 
     def drop(self, pool: "Pool") -> None:
-        """Drop a pool: no further calls, but running calls go on to their end."""
+        """Close a pool to further calls; running calls go on to their end."""
         self._pools.remove(pool)
         pool.close()
 
@@ -130,7 +132,7 @@ class Pool:
             "Content-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
         )
         self._get = f"GET {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}\r\n"
-        # Idle connections, each with the time since which it is idle, longest first.
+        # Idle connections, each with the time at which it became idle, oldest first.
         self._kept: dict[Upstream, float] = {}
         self._forget = self._lost  # One bound method for all connections saves an object for each.
         self._sweep: asyncio.TimerHandle | None = None
@@ -234,7 +236,7 @@ class Pool:
             self._sweep = loop.call_later(KEPT_S, self._close_old)
 
     def close(self) -> None:
-        """Close unused connections now, and each other one when its call has ended."""
+        """Close idle connections now, and each connection in use when its call has ended."""
         self._is_closed = True
         if self._sweep is not None:
             self._sweep.cancel()
@@ -299,7 +301,8 @@ class Pool:
             if is_exhausted(error):
                 return None
             raise unreached(error) from None
-        # The hand-shake's protocol is replaced before the event loop runs again.
+        # The event loop does not run before the hand-shake's protocol is replaced, so no bytes are
+        # lost.
         transport.set_protocol(upstream)
         upstream.connection_made(transport)
         return upstream
@@ -315,7 +318,7 @@ class Pool:
     async def _open(
         self, loop: asyncio.AbstractEventLoop, hosts: list[str], key: ScopedKey | None
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
-        """Open a connection, with a protocol that makes the server prove the key.
+        """Open a connection. With a `key`, its protocol makes the server prove that it has the key.
 
         Raises:
             OSError: no host accepts a connection.
@@ -326,7 +329,7 @@ class Pool:
         greeter = asyncio.Protocol if key is None else partial(HandshakeProtocol, key)
         while True:
             try:
-                # The event loop makes the socket: connecting our own socket takes more CPU.
+                # Let the event loop make the socket: connecting a socket of our own takes more CPU.
                 transport, protocol = await loop.create_connection(
                     greeter,
                     hosts.pop(0),
@@ -345,7 +348,7 @@ class Pool:
 
     async def _hosts(self, loop: asyncio.AbstractEventLoop) -> list[str]:
         """Return the addresses to try, in order."""
-        if self._is_numeric:  # A numeric address needs no resolver, which takes a thread.
+        if self._is_numeric:  # A numeric address needs no resolver, which would take a thread.
             return [self._host]
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         return [str(address[0]) for *_, address in found]

@@ -52,10 +52,11 @@ class RequestContext(msgspec.Struct, eq=False):
     id: str
     # `traceparent` for calls: the client's, or that of the request's own span; None: no trace.
     traceparent: str | None = None
-    trace: Any = None  # RequestTrace (kvrs/proxy/streams/spans.py), if traced.
+    # RequestTrace of the request (kvrs/proxy/streams/spans.py); None: not traced.
+    trace: Any = None
 
 
-# Context of the running task's request.
+# Context of the request that the running task serves; None: no request.
 CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
 
 
@@ -64,10 +65,12 @@ def _chat_delta(delta: TextDelta) -> ChatDelta:
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """One endpoint: its path, the parser of its requests, and the form of its events."""
+    """An endpoint of the OpenAI API: its path, the parser of its requests, and the form of its
+    events.
+    """
 
     path: str
-    object: bytes  # Value of `object` in every event.
+    object: bytes  # Value of the field `object` in every event.
     api: ApiKind
     choice: Callable[[TextDelta], Choice | ChatChunkChoice]
 
@@ -78,8 +81,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         usage: Usage | Mapping[str, Any] | None = None,
         beside: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Make an event with a stream's head and its keys in the embedded engine's order; `beside`:
-        further fields.
+        """Make an event from a stream's head, choices and usage, with keys in the embedded engine's
+        order; `beside`: further fields.
         """
         parts = [head, b',"choices":', msgspec.json.encode(choices)]
         # The heads of other engines contain `object` already.
@@ -159,7 +162,9 @@ class RequestUsage(msgspec.Struct, eq=False):
             )
 
     def take(self, size_bytes: int) -> None:
-        """Hold a body of this size. Raises RequestError, like `allow`."""
+        """Count a body of this size, instead of the size counted before. Raises RequestError, like
+        `allow`.
+        """
         budget = self.budget
         if (
             size_bytes > budget.max_body_bytes
@@ -170,7 +175,9 @@ class RequestUsage(msgspec.Struct, eq=False):
         self.size_bytes = size_bytes
 
     def open(self, streams: int) -> None:
-        """Take streams of the tenant's limit. Raises RequestError: none are left."""
+        """Take this number of streams from the tenant's limit. Raises RequestError: too few are
+        left.
+        """
         if self.meter is None:
             return
         if not self.meter.take(streams):
@@ -228,7 +235,7 @@ class ParsedRequest(msgspec.Struct, eq=False):
     fields_bytes: int = 0  # Upper bound of the size of the values in `fields`.
     is_packed: bool = False  # `pack` has dropped the prompt's text.
     echo: bool = False
-    prefix: Prefix | None = None  # Block hashes of the prompt, once computed.
+    prefix: Prefix | None = None  # Block hashes of the prompt; None: not computed yet.
 
     @property
     def prompts(self) -> "tuple[ParsedRequest, ...]":
@@ -285,7 +292,7 @@ class ParsedRequest(msgspec.Struct, eq=False):
         held.size_bytes = kept_bytes
 
     def _drop_prompt(self) -> None:
-        # The remaining values are copied: a slice of the body would keep the whole body.
+        # Copy the remaining values: a slice of the body would keep the whole body in memory.
         others = dict(self.fields.items())
         others.pop("prompt", None)
         self.fields = PackedFields(msgspec.json.encode(others))

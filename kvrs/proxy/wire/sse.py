@@ -30,7 +30,7 @@ _TOOL_CALLS = b'"tool_calls"'
 UNFINISHED = b',"finish_reason":null'
 CHOICES = b',"choices":['
 _IDS = msgspec.json.Decoder(list[TokenId])
-# Lines may end with CR alone; CRLF is one line end.
+# Two line ends, which end an event. A line may end with CR alone; CRLF is one line end.
 _BOUNDARY = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
@@ -95,7 +95,7 @@ def next_token_ids(data: bytes) -> tuple[list[int], bytes] | None:
     try:
         end = data.index(b"]", start) + 1
         ids = _IDS.decode(data[start:end])
-    except ValueError:  # Includes msgspec's errors.
+    except ValueError:  # Errors of msgspec are ValueErrors too.
         raise UpstreamError("sent token ids that are not a list of integers") from None
     return (ids, data[:at] + data[end:]) if ids else None
 
@@ -112,7 +112,7 @@ def cut_list(data: bytes, key: bytes) -> bytes:
 
 
 def prompt_ids_of(data: bytes) -> "array[int]":
-    """Prompt ids in a stream's first event."""
+    """Return the prompt's ids in a stream's first event."""
     at = data.find(PROMPT_TOKEN_IDS)
     if at < 0:
         raise UpstreamError(
@@ -126,7 +126,7 @@ def prompt_ids_of(data: bytes) -> "array[int]":
 
 
 def head_of(data: bytes) -> bytes:
-    """Part of an event before its choices: id, time of creation, model."""
+    """Return the part of an event before its choices: id, time of creation, model."""
     at = data.find(CHOICES)
     if at < 0:
         raise UpstreamError("sent an event without choices")
@@ -134,7 +134,7 @@ def head_of(data: bytes) -> bytes:
 
 
 def with_usage(data: bytes, usage: Usage) -> bytes:
-    """The event with these token counts at its end, replacing the engine's."""
+    """Return the event with these token counts at its end, in place of the engine's."""
     if b',"usage":' in data:
         event = msgspec.json.decode(data)
         event.pop("usage", None)
@@ -143,8 +143,8 @@ def with_usage(data: bytes, usage: Usage) -> bytes:
 
 
 def number_choice(data: bytes, index: int) -> bytes:
-    """The event `data` without its head, with another index of its one choice, which has the index
-    0.
+    """Return the part of an event behind its head, `data`, with `index` in place of the index 0 of
+    its only choice.
     """
     if index == 0:
         return data

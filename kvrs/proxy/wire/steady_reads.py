@@ -33,7 +33,8 @@ class SteadyReads:
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
-        self._sources: dict[int, SteadySource] = {}  # Sources by descriptor.
+        # Connections that are read here, by descriptor.
+        self._sources: dict[int, SteadySource] = {}
         # Number of steady streams; the first LEAST_STREAMS - 1 stay on the event loop.
         self._streams = 0
         self._woken_s = 0.0
@@ -42,9 +43,9 @@ class SteadyReads:
         self._loop.add_reader(self._epoll.fileno(), self._woken)
 
     def begin(self, transport: asyncio.Transport, source: SteadySource) -> int | None:
-        """Read a steady stream's connection here instead of on the loop. Return its descriptor;
-        None: the loop reads on, for one of the first few streams, for TLS, or if the epoll has no
-        room.
+        """Begin to read a steady stream's connection here instead of on the event loop. Return the
+        connection's descriptor; None: the loop reads on, for one of the first few streams, for TLS,
+        or if the epoll has no room.
         """
         self._streams += 1
         sock = transport.get_extra_info("socket")
@@ -75,7 +76,7 @@ class SteadyReads:
                 self._epoll.unregister(descriptor)
 
     def close(self) -> None:
-        """Return all connections to the loop; running calls go on."""
+        """Return all connections to the event loop; running calls go on."""
         if self._epoll.closed:
             return
         for source in [*self._sources.values()]:

@@ -31,7 +31,7 @@ _FEW_BYTES = 64  # A rest of fewer bytes contains no token's event, only the end
 
 
 class Need(Enum):
-    """Rest of a response that its reader still needs."""
+    """Part of a response that its reader still needs."""
 
     MORE = "more"
     END = "end"  # Only the response's end, so that the connection can be reused.
@@ -83,7 +83,7 @@ class WholeReader:
 
 @dataclass(slots=True, eq=False)
 class EventReader:
-    """Collects the events of a short stream."""
+    """Collects the payloads of all events of a short stream."""
 
     payloads: list[bytes] = field(default_factory=list)
     splitter: EventSplitter = field(default_factory=EventSplitter)
@@ -117,8 +117,9 @@ class Upstream(asyncio.Protocol):
         self._lost = lost
         self._steady = steady
         self._is_steady = False
-        self._descriptor: int | None = None  # Descriptor while `steady` reads the connection.
-        # Response of the running call, if any.
+        # Descriptor of the connection while `steady` reads it; None: the event loop reads it.
+        self._descriptor: int | None = None
+        # Response to the running call; None: no call runs.
         self._response: HttpResponse | None = None
         self._reader: Reader | None = None
         # Function that takes the bytes of the body; None: the head is not complete yet.
@@ -188,8 +189,8 @@ class Upstream(asyncio.Protocol):
         return b"" if self._refusal is None else self._refusal.body
 
     def leave(self) -> bool:
-        """End the call; return whether another may follow. If not, the connection is closed, which
-        ends the request in the engine.
+        """End the call; return whether the connection can serve another call. If it cannot, the
+        connection is closed, which ends the request in the engine.
         """
         response, self._response = self._response, None
         self._reader = self._take = self._refusal = self._ended = self._shortcut = None
@@ -246,7 +247,7 @@ class Upstream(asyncio.Protocol):
             self.end_steady()
 
     def end_steady(self, *, reads_on: bool = True) -> None:
-        """Let the event loop read the connection again, unless reading is paused."""
+        """Return the connection to the event loop, which reads on with `reads_on`."""
         assert self._steady is not None
         descriptor, self._descriptor, self._is_steady = self._descriptor, None, False
         self._steady.end(descriptor, self)

@@ -14,11 +14,12 @@ _TICK_S = 0.02  # Interval of the timer's ticks, and so the longest delay of a w
 _LAG_S = 0.05  # Shortest stall of the event loop that is noticed.
 _PATIENT_LAG_S = 0.25  # Shortest stall that is noticed if all watchdogs are patient.
 _STOP_S = 1.0  # Stall from which on the process counts as paused, not only busy.
-_FIRST_LOOK_S = 0.1  # Time before the first look: most calls have been answered by then.
+# Time from a block's start to the first look: most calls have been answered by then.
+_FIRST_LOOK_S = 0.1
 
 
 class SilentError(UpstreamError):
-    """Nothing was heard for too long, although the connection stands."""
+    """Nothing was heard from a process for too long, although the connection stands."""
 
 
 class _TimerWheel:
@@ -31,13 +32,13 @@ class _TimerWheel:
         self._due: dict[int, list[Watchdog]] = {}
         self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # Innermost watchdog of each task.
         self.patient = 0  # Number of blocks with patient watchdogs.
-        self._ticks: list[int] = []  # Ticks of `_due`, as a heap.
+        self._ticks: list[int] = []  # Ticks that are keys of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         # Sum of the delays of the event loop's timers since its start: a process without a CPU
         # hears nothing meanwhile.
         self.lag_s = 0.0
-        # Start and end of the last pause of this process.
+        # Start and end of the last pause of this process; None: no pause yet.
         self._stop: tuple[float, float] | None = None
 
     def add(self, watchdog: "Watchdog", at_s: float) -> int:
@@ -128,7 +129,7 @@ class Watchdog:
             wheel = _wheels[self._loop] = _TimerWheel(self._loop)
         self._wheel = wheel
         self._lag_s = wheel.lag_s  # Value of `wheel.lag_s` at the last look.
-        self._tick: int | None = None  # Tick of the next look.
+        self._tick: int | None = None  # Tick of the next look; None: no look is scheduled.
         self._is_over = False
         self.has_expired = False
         # Limit or silence in seconds that ended the block; 0: not ended by silence.
@@ -179,7 +180,8 @@ class Watchdog:
         self._tick = self._wheel.add(self, next_s)
 
     def look_in_turn(self, tick: int) -> None:
-        if self._tick == tick:  # Otherwise the block has ended, or the look was moved.
+        # A watchdog with another tick has ended its block, or its look was moved.
+        if self._tick == tick:
             self._tick = None
             self.look()
 
