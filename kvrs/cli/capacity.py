@@ -1,4 +1,6 @@
-"""Size of the agents' checkpoint stores in tokens and streams of the configured model."""
+"""Remark on how many tokens and streams of the configured model an agent's checkpoint
+store holds.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

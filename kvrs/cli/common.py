@@ -1,4 +1,4 @@
-"""Console of the commands, and options objects filled from command parameters."""
+"""The console that commands print to, and options objects made from command parameters."""
 
 from collections.abc import Callable
 from dataclasses import fields

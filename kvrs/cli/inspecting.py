@@ -1,4 +1,4 @@
-"""Commands that start no process and ask none: the incidents of an event log, an API key."""
+"""Commands that neither start a process nor ask one: the incidents of an event log, an API key."""
 
 import secrets
 from pathlib import Path

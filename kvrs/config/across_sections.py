@@ -1,5 +1,5 @@
-"""Checks of a configuration that span sections. A fault is one line with path, value and allowed
-values.
+"""Checks of a configuration's values that depend on several sections. A fault is one line with
+path, value and allowed values.
 """
 
 from collections import Counter

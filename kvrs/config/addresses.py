@@ -1,4 +1,6 @@
-"""Addresses across sections: colliding ports, and the addresses of gossip members."""
+"""Addresses that several sections name: checks for colliding ports, and the addresses of gossip
+members.
+"""
 
 import ipaddress
 from collections import Counter, defaultdict

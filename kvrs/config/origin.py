@@ -1,4 +1,4 @@
-"""Origin of a proxy's configuration: a file, possibly written by `kvrs lab up`, or its command
+"""Source of a proxy's configuration: a file, possibly written by `kvrs lab up`, or the command
 line.
 """
 

@@ -1,4 +1,4 @@
-"""Section `policy` and `slo` of the configuration."""
+"""Sections `policy` and `slo` of the configuration: how streams are routed and recovered."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""Garbage collection of a long-running process."""
+"""Control of Python's garbage collection in a process that runs for long."""
 
 import atexit
 import gc

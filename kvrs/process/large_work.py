@@ -1,4 +1,4 @@
-"""Work on the contents of large requests, beside the event loop."""
+"""Work on the contents of large requests in a thread, so that the event loop goes on."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Batched writing of log lines of one kind."""
+"""Writer that gathers log lines with the same message and writes them together."""
 
 import asyncio
 import logging

@@ -1,4 +1,6 @@
-"""Checksums of the cells of a page: a stored part is checked without reading the rest."""
+"""Checksums of the cells of a page, by which part of a stored page is checked without reading the
+rest.
+"""
 
 from xxhash import xxh3_64_digest
 

@@ -1,4 +1,4 @@
-"""Facts about the experts of an instance of several ranks."""
+"""Report on the experts of an instance that divides a mixture of experts among several ranks."""
 
 from typing import Annotated
 

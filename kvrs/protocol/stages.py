@@ -1,4 +1,4 @@
-"""Stages of an instance in load reports."""
+"""Facts in load reports about the stages of an instance: their hosts, loans and replicas."""
 
 from typing import Annotated
 

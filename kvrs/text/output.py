@@ -14,7 +14,7 @@ from kvrs.errors import ConfigError
 
 # Character that a decoder gives for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
-# Number of tokens held back for an incomplete character, above which the older part is emitted.
+# Tokens held back for an incomplete character. From this number on the older part is emitted.
 _WINDOW_TOKENS = 32
 _CHARACTER_BYTES = 4
 

@@ -1,4 +1,6 @@
-"""Presets: base configurations under a file, as YAML files beside this module."""
+"""Presets, the YAML files beside this module: a preset gives the settings that a configuration file
+lacks.
+"""
 
 from enum import StrEnum
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
+"""Bodies of the prefill and the decode call of a stream: the client's fields, overridden by the
+proxy's.
+"""
 
 from array import array
 from collections.abc import Callable, Sequence

@@ -1,4 +1,6 @@
-"""An idle connection to a server without a watch of its own: its end signals a death."""
+"""An idle connection to a server that cannot report its own end: when the server's process dies,
+the connection ends.
+"""
 
 import asyncio
 

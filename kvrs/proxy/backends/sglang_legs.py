@@ -1,4 +1,6 @@
-"""The two calls of one attempt at SGLang: each is lost without the other."""
+"""The two calls of one attempt at SGLang, prefill and decode: when one call ends early, the other
+is of no use and is closed.
+"""
 
 import asyncio
 import math
