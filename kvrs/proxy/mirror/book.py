@@ -39,7 +39,7 @@ from kvrs.proxy.mirror.roles import (
     UpdateStep,
 )
 
-# Time since its last message for which an unfinished stream's record is not evicted.
+# Time after its last message for which an unfinished stream's record is not evicted.
 _EVICT_AFTER_S = 5.0
 _AWAY_S = 10.0  # Time for which a proxy that ends waits for clients to resume their streams.
 # Time for which the key of a deleted record is remembered, because updates and copies may still

@@ -161,8 +161,8 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Peers:
-    """All other proxies. `lost` is called for each run of a peer that ended or is unreachable,
-    `changed` for each that begins or is about to end.
+    """Knows all other proxies, and which are up. `lost` is called when a peer's run has ended or is
+    unreachable, `changed` when a run begins or is about to end.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class OpenStream(LiveStream):
     expect_token: Callable[[], None] | None = None
     # Latest refusal by an instance, which the client gets if no other instance takes the request.
     refusal: Failed | None = None
-    # Instances that refused the request, kept until the request or the instances prove at fault.
+    # Instances that refused the request, until it is known whether the request is at fault.
     refused_by: tuple[InstanceId, ...] = ()
 
     def enter(self, phase: StreamPhase, instance: InstanceId | None) -> None:

@@ -174,8 +174,8 @@ class RecoveryLog:
         self.settle(stream, "resumed")
 
     def fetched(self, fetches: Iterable[FetchReport]) -> None:
-        """Note targets' reports of fetches, which may come several times, before or after
-        `resumed`.
+        """Note the targets' reports of fetches. A report may come several times, before or after
+        the first token.
         """
         for fetch in fetches:
             name = fetch.stream, fetch.owner_epoch, fetch.attempt

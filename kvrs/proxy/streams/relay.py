@@ -183,7 +183,7 @@ class Relay(AnswerReader):
         return self._path.take
 
     def check_end(self) -> None:
-        """Check the end of a response that has ended, or is no longer needed.
+        """Check that the stream has ended, when its response has ended or is no longer needed.
 
         Raises:
             UpstreamError: the response ended before the stream.

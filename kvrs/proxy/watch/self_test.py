@@ -72,7 +72,7 @@ _WARM_UPS: Sequence[dict[str, Any]] = (
 )
 
 
-class ShowsNothing(Exception):  # noqa: N818 - it is no error.
+class ShowsNothing(Exception):  # noqa: N818 - the test has not failed.
     """A test of rows has shown nothing, and must be repeated later."""
 
 

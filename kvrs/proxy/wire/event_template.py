@@ -15,8 +15,8 @@ from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.message_parts import all_parts
 from kvrs.proxy.wire.sse import CHOICES, PROMPT_TOKEN_IDS, TOKEN_IDS, UNFINISHED
 
-# Matches the first string field that may be a text of the message. Reasoning may stand under two
-# names, of which `_tried` shows whether one or both count.
+# Matches the first string field that may be a text. An event may have two texts; `_tried` shows
+# whether this is the only one.
 _STRING = re.compile(
     rb'[{,]"(?:text|content|reasoning|reasoning_content|arguments)":"((?:[^"\\]|\\.)*)"'
 )
@@ -79,8 +79,8 @@ class EventTemplate:
         return None if part is _NOT_PLAIN else cls(data[:head_bytes], kind, part or None)
 
     def read(self, data: bytes, at: int, end: int) -> tuple[int, int, int] | None:
-        """Read the event `data[at:end]`: its id, the end of its text, and the number of characters;
-        None: the event does not fit.
+        """Read the event `data[at:end]`; return its id, the end of its text, and the number of the
+        text's characters. None: the event does not fit the template.
         """
         if not (data.startswith(self.before, at) and data.endswith(self.after, at, end)):
             return None

@@ -40,7 +40,8 @@ class Journal:
     wants_usage: bool = False
     # The client gets a usage event, of this stream or of all choices together.
     asks_usage: bool = False
-    # Further facts of the usage, if one engine has seen the whole stream; else None.
+    # Further facts that the engine gave with its usage; None: none, or more than one engine ran the
+    # stream.
     facts: EngineFacts | None = None
     # Output limit of the server for a request without `max_tokens`; None: the context's, or
     # unknown.
@@ -73,7 +74,8 @@ class Journal:
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     request: RequestContext | None = None
     tenant: str = ""  # Mark of the tenant's secret; empty without API keys.
-    name: str = ""  # Alias or adapter, as in `StreamJournal`; "": the model.
+    # Key of the alias or adapter, as in `StreamJournal`; "": every instance serves it.
+    name: str = ""
     # For a resumable stream: its position (`seq`) after each event that the client's record lacks
     # yet; None: not resumable.
     marks: list[int] | None = None

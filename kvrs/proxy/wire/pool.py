@@ -62,8 +62,8 @@ _MOST_LOOKS = 10
 
 
 class Access(msgspec.Struct, frozen=True):
-    """The credentials of a connection within the cluster: the keys of its scopes and its
-    certificates, or the token of a server that cannot prove itself.
+    """Credentials of a connection within the cluster: keys by which both ends prove themselves, and
+    certificates, or a token for a server that cannot prove itself.
     """
 
     # Keys by which servers prove themselves; None: the servers prove nothing.
