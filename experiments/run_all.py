@@ -114,11 +114,15 @@ _MEASURED_ONCE = sorted(
     path.stem for path in (EXPERIMENTS / "measured_once/results").glob("*.json")
 )
 
+# Places that the reader of the kept drawing found unclear.
+_UNCLEAR = "1,3,4,9,13,18,19,25,26,30,33,39"
+
 # In the order in which they are run: decisions and costs, then exactness, then what takes hours.
 ALL = (
     _of("request_path", "decision", 1, "decision"),
     _of("request_path", "gauge", 1, "gauge"),
     _of("request_path", "size", 1, "size"),
+    _of("request_path", "places", 1, f"places --seed 4211 --unclear {_UNCLEAR}"),
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),
