@@ -281,8 +281,8 @@ class Control(Generic[S]):
     def _start(self, action: act.Start, now_s: float) -> None:
         live = self.streams.get(action.stream)
         if live is None:
-            # An earlier action ended the stream, in a finished attempt, and the policy does not
-            # know yet.
+            # An earlier action ended the stream. `close` named the attempt before this one, so the
+            # policy ignores that StreamEnded as late.
             self.tell(ev.StreamEnded(action.stream, action.attempt), now_s)
             return
         journal = live.journal

@@ -29,7 +29,10 @@ def pair_for(
     view: ClusterView, stream: Stream, *, barred_too: bool, limits: StartLimits | None = NO_LIMITS
 ) -> tuple[Member, Member] | None:
     """Prefill and decode instance for a new stream; the same instance twice if it does both, or
-    computes the prompt without a prefill instance. `limits`: None ignores cached prefixes.
+    computes the prompt without a prefill instance; None: no pair may get the stream.
+
+    `barred_too`: include instances that failed this stream. `limits`: limits on the waits at an
+    instance that is chosen for its cached prefix; None: the load alone decides.
     """
     stream.cached, stream.load, is_free, pair = {}, None, stream.is_free, None
     prefill = least_work(view, stream, is_free, barred_too=barred_too)
@@ -178,7 +181,8 @@ def least_work(
     view: ClusterView, stream: Stream, is_free: bool, *, barred_too: bool
 ) -> Member | None:
     """The prefill instance with the least predicted work; among equals the one with the fewest
-    streams at its own pair. An instance that fails at once is idle for that reason, and comes last.
+    streams at its own pair; None: none may get the stream. An instance that fails at once is idle
+    for that reason, and comes last.
 
     Only instances that could be the best are weighed: few, unless own pairs closed to the stream
     make all instances of equal work possible.
@@ -221,7 +225,9 @@ def own_decode(
     barred_too: bool,
     closed_too: bool,
 ) -> Member | None:
-    """The least loaded decode instance on the node of `prefill` that can take its hand-off."""
+    """The least loaded decode instance on the node of `prefill` that can take its hand-off; None:
+    none can. `barred_too`: see `pair_for`; `closed_too`: see `_pair_of`.
+    """
     best: Member | None = None
     is_quick = is_free and not closed_too
     for member in prefill.own_decoders:

@@ -149,8 +149,8 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
 
 
 def _note(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
-    """Note a failure of an attempt that had ended before its connection broke, usually with its
-    instance.
+    """Note the tokens of an attempt that failed after the policy had ended it, usually because its
+    instance was lost.
     """
     stream.note_tokens(event.produced_tokens)
 
@@ -228,7 +228,7 @@ def _expire(state: State, stream: Stream, event: AlarmDue, now_s: float) -> None
     number = stream.attempt.number
     starter.place_again(state, stream, now_s)
     if stream.id in state.streams and stream.attempt.number == number:
-        # No further attempt has replaced this one, and without a slot it must not go on fetching.
+        # No new attempt has replaced the expired one, which must not fetch KV without a slot.
         state.actions.append(act.Halt(stream.id, number))
 
 

@@ -354,14 +354,15 @@ class SelfTests:
     def restored(
         self, test: RestoreTest, fault: str, now_s: float, *, is_wrong: bool | None = False
     ) -> None:
-        """Note the result of a restore. `fault`: why the target does not restore; empty: it does.
-        `is_wrong`: it continued with other tokens; None: the test was not carried out, and has
-        shown nothing about a store.
+        """Note the result of a restore test. `fault`: why the target cannot continue from KV of an
+        agent, or of the engines' own store (`test.in_store`); empty: it can. `is_wrong`: whether it
+        continued with other tokens; None: the test was not carried out.
 
-        After a fault the test is repeated, with pauses that double, because the cause may pass. A
-        target whose former process restored still counts as restoring until it has failed twice, or
-        continued with other tokens: its test follows a death, when rows come late and streams have
-        nowhere else to go. A store is believed only after a passed test in the present process.
+        After a fault the test is repeated, with pauses that double, because the cause may pass. If
+        the target's former process passed a test of an agent's KV, the target counts as restoring
+        until the test has failed twice, or shown other tokens: the test follows the loss of a
+        process, when rows come late and streams have nowhere else to go. For a store only tests of
+        the present process count.
         """
         for life in self._end(test):
             if life.info.id != test.target:

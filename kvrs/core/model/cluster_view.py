@@ -48,7 +48,7 @@ class PrefillOrder:
         self._by_node = by_node
         # Nodes whose instances have changed in work, streams or pairs.
         self.changed: dict[NodeId, None] = {}
-        # Decode instances that may refuse some streams, until `has_restricted` finds otherwise.
+        # Instances passed to `restrict`; `has_restricted` removes those that no pause holds back.
         self.restricted: dict[Member, None] = {}
         # Numbers of prompts without an answer at prefill instances: by this proxy's bookings, and
         # by the instances' reports.

@@ -206,8 +206,8 @@ class Admissions:
             request.headers = NO_HEADERS
 
     def _check_room(self, choices: int, resumes: bool) -> None:
-        """Check that there is room for `choices` more streams. A resumed stream that no other proxy
-        can take is admitted even while this proxy shuts down.
+        """Raise RequestError if `choices` more streams are too many, or the proxy is shutting down,
+        except for a resumed stream that no other proxy can take.
         """
         open_streams, allowed = len(self._streams), self._settings.max_streams
         if open_streams + choices > allowed:
@@ -216,7 +216,9 @@ class Admissions:
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
     async def read_body(self, call: ClientCall) -> None:
-        """Read a request's body, if there is room for it."""
+        """Read a request's body into `call`. Raises RequestError, like `_check_room` and
+        `bodies.read_body`, which refuses a body if open requests leave no memory.
+        """
         request = call.request
         self._check_room(1, KEY in request.headers)
         # A body with too many bytes is refused before it is read.

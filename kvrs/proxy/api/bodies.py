@@ -36,7 +36,7 @@ class _Reading:
 
     def check(self) -> None:
         """Check the part that was received, and extend the body's time limit. Raises RequestError:
-        too long, or no room.
+        too long, or open requests leave no memory.
         """
         received_bytes, now_s = self.body.received_bytes, asyncio.get_running_loop().time()
         self.held.take(received_bytes)
@@ -50,10 +50,11 @@ class _Reading:
 
 
 async def read_body(request: Request, held: RequestUsage) -> bytes:
-    """Read a request's body. A body without room among open requests is refused before reading.
+    """Read a request's body. A body for which open requests leave no memory is refused before
+    reading.
 
     Raises:
-        RequestError: compressed, too long, too slow, or no room.
+        RequestError: compressed, too long, too slow, or open requests leave no memory.
     """
     held.allow(request.content_length or 0)
     if (body := request.coming) is None or body.is_over:  # The whole body arrived with the head.

@@ -95,7 +95,9 @@ class RecordBook:
         self._note_growth(record, record.set_prompt(prompt_ids))
 
     def lose(self, peer: str) -> None:
-        """Note that a peer has lost its records, or no longer grants them."""
+        """Note that a peer's process is lost, with its records: the records here have no peer any
+        more, and this proxy grants the claims that the peer would have granted.
+        """
         for record in self.records.values():
             if record.peer == peer:
                 record.change_role(RoleChange.PEER_LOST, None)

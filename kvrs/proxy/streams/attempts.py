@@ -317,13 +317,14 @@ class AttemptCalls:
                 live.expect_token = None
 
     def _avoid_store(self) -> None:
-        """Keep the call from finding anything in a store that has not passed its self-test."""
+        """Keep the call from finding KV in the decode instance's store, if that is not trusted."""
         if self._context.control.self_tests.stores.distrusts(self._attempt.plan.decode):
             self._live.journal.spoilt_attempt = self._attempt.number
 
     def _blame_load(self, *, is_handed_off: bool) -> None:
-        """Note that the instance could not load KV. The stream does not use the store again,
-        because the store may repeat a wrong promise.
+        """Note that the decode instance could not load KV. `is_handed_off`: from the hand-off, so
+        the prefill instance is blamed. Otherwise the instance's store is blamed, and this stream's
+        later attempts load nothing from a store, which may again announce KV that it does not have.
         """
         if is_handed_off:
             self._attempt.blame_hand_off()
@@ -333,8 +334,8 @@ class AttemptCalls:
 
     @property
     def _asks_store(self) -> bool:
-        """Return whether the decode instance has a store in which the call may find KV. False for a
-        stream with a spoilt attempt, which uses a salt of its own.
+        """Return whether the decode instance has a store in which the call may find KV. False after
+        a spoilt attempt of the stream, whose calls then have a salt that no stored KV has.
         """
         known = self._instances.known[self._attempt.plan.decode]
         return bool(known.store) and not self._live.journal.spoilt_attempt
@@ -357,7 +358,7 @@ class AttemptCalls:
         needed; otherwise mark the stream as inexact.
 
         Raises:
-            ConfigError: a promise to the client forbids continuing.
+            ConfigError: the continuation is inexact, and the client was promised exact tokens.
         """
         live = self._live
         replays = self._attempt.plan.replays
@@ -373,8 +374,8 @@ class AttemptCalls:
             live.journal.inexact = (*live.journal.inexact, "tokens")
 
     def _end_replays(self) -> None:
-        """Note that the stream continues without replay. Raises ConfigError: a promise to the
-        client forbids it.
+        """Note that the attempt continues or ends the stream without a replay: the features in
+        `journal.replayed` become inexact. Raises ConfigError: the client was promised exact tokens.
         """
         journal = self._live.journal
         is_promised = journal.promise is not ev.Promise.NONE

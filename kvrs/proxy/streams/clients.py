@@ -207,11 +207,12 @@ class KeepAlives:
     """
 
     def __init__(self) -> None:
-        self.open: set[SseClient] = set()  # Clients to keep alive, until they are discarded.
+        # Clients that get comments; callers remove a client when its stream ends.
+        self.open: set[SseClient] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, client: SseClient) -> None:
-        """Keep the connection of this client alive, while it is in `open`."""
+        """Send this client comments in silences, until the caller removes it from `open`."""
         self.open.add(client)
         if self._timer is None:
             self._arm()

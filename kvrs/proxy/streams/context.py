@@ -50,7 +50,8 @@ class AttemptContext:
         self._files = files
         self.tokenizer = LazyTokenizer(files)
         self.parsers = Parsers()
-        # vLLM parses streams and whole answers differently, so whole answers are asked for as such.
+        # vLLM parses reasoning and tool calls differently in streams and in whole answers, so it is
+        # asked for a whole answer with these in one piece.
         self.is_vllm = config.cluster.backend is Engine.VLLM
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.slots = SlotSender(control.slots, agent_backends)

@@ -83,8 +83,10 @@ class TokenPath:
         clock: Callable[[], float],
         wait_for_room: Callable[[], None],
     ) -> None:
-        """`head_bytes`: size of the events' head, which the stream's head replaces. `direct`: value
-        of `client.direct`. `wait_for_room`: the relay's method, called once the client is blocked.
+        """`head_bytes`: size of the events' head, which the stream's head replaces. `direct`:
+        `client.direct`, to whose connection tokens are written; None: `client.take_token` gets
+        them. `wait_for_room` pauses reading from the engine; it is called after each write that
+        leaves the client blocked.
         """
         self._journal = journal
         self._attempt = journal.attempt

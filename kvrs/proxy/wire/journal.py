@@ -56,8 +56,9 @@ class Journal:
         0  # Number of moves of the stream between proxies, or between requests of its client.
     )
     attempt: int = 0
-    # Last attempt whose logits were not numbers; 0: none. KV pages of this and earlier attempts may
-    # be the cause, so they are not looked up any more.
+    # Last attempt whose logits were not numbers, that could not load KV from a store, or whose
+    # instance has a store that is not trusted; 0: none. Calls from then on look up no KV computed
+    # before.
     spoilt_attempt: int = 0
     head: bytes | None = (
         # `{"id":..,"created":..,"model":..` of the first event, with which every later event
@@ -143,8 +144,8 @@ class Journal:
                 self.inexact = (*self.inexact, "token_ids")
 
     def cannot_replay(self) -> None:
-        """Note that the stream continues without replay: features that only a replay continues
-        exactly become inexact.
+        """Note that the stream continues or ends without a replay: the features in `replayed`
+        become inexact.
         """
         self.inexact, self.replayed = self.inexact_elsewhere, ()
 

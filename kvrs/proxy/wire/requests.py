@@ -146,7 +146,7 @@ class RequestUsage(msgspec.Struct, eq=False):
         """Check that a body of this size is allowed now.
 
         Raises:
-            RequestError: too long, or no room.
+            RequestError: too long, or open requests leave no memory.
         """
         budget = self.budget
         if size_bytes > budget.max_body_bytes:

@@ -53,9 +53,9 @@ class RowLedger:
     """The writer's side of a ledger, for one thread. The memory is released with the last process
     that has it open.
 
-    A lock on the memory's file (`link.py`) shows that the writer's process lives. Closing any
-    descriptor or map of this memory in the process would release the lock: none is closed, and the
-    writer's process makes no view.
+    A lock on the memory's file (`link.py`) shows that the writer's process lives. The lock would be
+    lost if this process closed any descriptor or map of the memory: it closes none, and makes no
+    `LedgerView`, whose map would be closed with it.
     """
 
     def __init__(self, rows: int, row_bytes: int = 0) -> None:

@@ -13,12 +13,16 @@ from kvrs.protocol.tags import Tag
 from kvrs.release_order import ReleaseOrder, shared
 
 # A slot is in exactly one state. Its users are reservations, and connections that write or read it.
-# state tag users can be taken for another page free none 0 first incoming none >= 1 no: a
-# connection writes it used yes >= 1 no: it is reserved or read cached yes 0 second, least recently
-# used first At most as many slots are reserved as there are, and each page of a reservation uses
-# one of them. So a page of a reservation finds a slot, unless connections read or write as many
-# pages that no reservation has. Then the page is not taken, and its writer sends it again a little
-# later.
+#
+#   state      tag    users   can be taken for another page
+#   free       none     0     first
+#   incoming   none   >= 1    no: a connection writes it
+#   used       yes    >= 1    no: it is reserved or read
+#   cached     yes      0     second, least recently used first
+#
+# At most as many slots are reserved as there are, and each page of a reservation uses one of them.
+# So a page of a reservation finds a slot, unless connections read or write as many pages that no
+# reservation has. Then the page is not taken, and its writer sends it again a little later.
 
 _Order = tuple[int, int]  # (owner epoch, attempt)
 _NO_CLAIM: _Order = (-1, -1)
@@ -279,13 +283,15 @@ class CheckpointBook:
         return slot if own else None
 
     def refuse(self, incoming: IncomingRange) -> None:
-        """Refuse the range's uncommitted pages for lack of memory; their slots are free again."""
+        """Refuse the range's uncommitted pages, because no memory could be allocated behind the
+        slots found for them; free these slots, and let `end` answer FULL.
+        """
         incoming.code = StoreCode.FULL
         self._give_up(incoming)
 
     def end(self, incoming: IncomingRange) -> HeldPages:
-        """End the range; slots of uncommitted pages are free again. Returns the number of the
-        stream's complete leading pages.
+        """End the range, and free the slots of uncommitted pages. Returns the range's code, and the
+        number of the stream's complete leading pages.
         """
         self._give_up(incoming)
         return HeldPages(incoming.code, self.held(incoming.stream))
