@@ -206,8 +206,8 @@ class Admissions:
             request.headers = NO_HEADERS
 
     def _check_room(self, choices: int, resumes: bool) -> None:
-        """Raise RequestError if `choices` more streams are too many, or the proxy is shutting down,
-        except for a resumed stream that no other proxy can take.
+        """Raise RequestError if `choices` more streams are too many. Raise it also while the proxy
+        shuts down, except for a resumed stream that no other proxy can take.
         """
         open_streams, allowed = len(self._streams), self._settings.max_streams
         if open_streams + choices > allowed:
