@@ -197,7 +197,7 @@ class RecoveryPolicy:
         return bool(self.state.idle or self.state.slots.awaited)
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data for people: the cluster's view, slots, and running and waiting streams."""
+        """Plain data for people: `cluster_snapshot`, and running and waiting streams."""
         state = self.state
         streams = state.streams.values()
         stages = {stage.value: 0 for stage in Stage}
@@ -214,16 +214,25 @@ class RecoveryPolicy:
         ]
         kept = streams if state.settings.keeps_checkpoints else ()
         return {
-            "policy": state.settings.policy.name.value,
-            **state.view.snapshot(),
-            "slots": state.slots.snapshot(),
+            **self.cluster_snapshot(),
             "streams": stages,
             "waiting": waiting,
             "checkpoints": {
                 stream.id: protection(stream) for stream in kept if stream.attempt.number
             },
             "unprotected": {stream.id: stream.unprotected for stream in kept if stream.unprotected},
-            "retries": state.retries.snapshot(len(streams)),
+        }
+
+    def cluster_snapshot(self) -> dict[str, Any]:
+        """Plain data about the cluster and what was learned; its cost does not grow with the
+        streams, so a scrape of metrics may read it on the event loop.
+        """
+        state = self.state
+        return {
+            "policy": state.settings.policy.name.value,
+            **state.view.snapshot(),
+            "slots": state.slots.snapshot(),
+            "retries": state.retries.snapshot(len(state.streams)),
             "corrections": state.corrections.snapshot(),
             "prefill_guess": state.prefill_scale.snapshot(),
         }

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicyName, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -388,3 +389,13 @@ def test_an_instance_that_failed_a_stream_is_tried_again_after_2_s_at_most() -> 
         waits_s.append(recovery.retry_at_s - 10.0)
 
     assert waits_s == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 1.5])
+
+
+def test_what_a_scrape_reads_names_no_stream() -> None:
+    """Its cost may not grow with the streams: it is read on the event loop."""
+    backup = BackupSettings(mode=BackupMode.REMOTE)
+    harness = PolicyHarness("p0", "d0", "p1", "d1", backup=backup)
+    harness.decoding("stream-A", 100)
+
+    assert "stream-A" in str(harness.policy.snapshot())
+    assert "stream-A" not in str(harness.policy.cluster_snapshot())

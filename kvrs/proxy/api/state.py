@@ -21,10 +21,11 @@ from kvrs.proxy.watch.gossip_view import GossipView
 def describe(
     driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
 ) -> dict[str, Any]:
-    state = describe_processes(driver, gossip_view, proxy, now_s)
-    unplaced = state["policy"]["unprotected"]
+    policy = driver.control.policy.snapshot()
+    unplaced = policy["unprotected"]
     return {
-        **state,
+        **describe_processes(driver, gossip_view, proxy, now_s),
+        "policy": policy,
         "streams": [_stream(driver, live, unplaced, now_s) for live in driver.streams.values()],
         "recoveries": [_recovery(recovery) for recovery in driver.recoveries.entries],
     }
@@ -37,7 +38,7 @@ def describe_processes(
     these as they end.
     """
     control = driver.control
-    policy, gossip = control.policy.snapshot(), gossip_view.describe()
+    policy, gossip = control.policy.cluster_snapshot(), gossip_view.describe()
     health = {row["id"]: row["health"] for row in policy["instances"]}
     reloads, differing = _reloads(driver), _differing(driver)
     at = Counter(live.instance for live in driver.streams.values())
