@@ -147,3 +147,17 @@ def test_few_of_many_are_weighed() -> None:
     assert chosen() == (members[3], True)
     view.count_stream(members[0], -1)
     assert chosen() == (members[0], True)
+
+
+def test_a_removed_instance_restricts_no_choice() -> None:
+    """Also one that is removed during a pause, which would never end."""
+    fleet = Fleet(0)
+    view = fleet.view
+    paused = next(member for member in view.members.values() if member.decodes)
+    paused.answers.busy_until_s = 5.0
+    view.prefill_order.restrict(paused)
+    assert view.prefill_order.has_restricted()
+
+    view.remove(paused)
+
+    assert not view.prefill_order.has_restricted()

@@ -70,9 +70,7 @@ class PrefillOrder:
         self.changed[member.node] = None
 
     def restrict(self, member: Member) -> None:
-        """Note a decode instance that may refuse some streams, because of a pause or its
-        weights.
-        """
+        """Note a decode instance that may refuse some streams during a pause."""
         self.restricted[member] = None
 
     def has_restricted(self) -> bool:
@@ -191,6 +189,7 @@ class ClusterView:
             self._set_ranked(member, False)
         if member.is_placed:
             self.prefill_order.remove(member)
+        self.prefill_order.restricted.pop(member, None)
         self._leaving.pop(member.id, None)
         if member.tokens or member.weights:
             self._compare_tokens()
@@ -219,7 +218,6 @@ class ClusterView:
             is_minority = has_majority and bool(member.weights) and member.weights != most
             if is_minority != member.is_minority:
                 member.is_minority = is_minority
-                self.prefill_order.restrict(member)
 
     def _update_drained(self) -> None:
         """Drain each instance that must drain, if healthy instances have its roles; if all are
