@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class RankFormation:
     """The ranks of one layout on this node, with their shared memory.
 
     As many threads as stages may compute a batch at a time; each stage computes batches in the same
-    order. A new batch may begin when the oldest one has ended.
+    order. A new batch begins when the batch whose areas it takes is computed and read.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class RankFormation:
         self._seats = {rank: seats[rank] for rank in areas.ranks}
         self._batch = 0
         self._ordering = threading.Lock()
+        # Held from a batch's order until its result is copied: one lock per set of areas.
+        self._unread = [threading.Lock() for _ in range(areas.depth)]
         stages = layout.stages
         first, last = (stages.index(layout.stage_of(areas.ranks[at])) for at in (0, -1))
         # The stages whose rows come from another node, and go to another node.
@@ -97,19 +100,23 @@ class RankFormation:
         Raises:
             RanksLostError: ranks were lost, or were killed because they hung.
         """
-        with self._ordering:
-            batch = self._order(chunks, page_size_tokens, rows)
-        watch = HangWatch(limit_s, time.monotonic())
-        for rank in self._seats:
-            done = self.memory.lines[rank].done
-            done.wait(batch, lambda: self._look(batch, watch, limit_s))
-        if self._leave is not None:
-            return self._rows(self._leave, batch, chunks).clone()
-        return self.memory.logits(sum(chunk.logits for chunk in chunks), batch).clone()
+        with ExitStack() as held:
+            with self._ordering:
+                self._batch = batch = self._batch + 1
+                held.enter_context(self._unread[batch % len(self._unread)])
+                self._order(batch, chunks, page_size_tokens, rows)
+            watch = HangWatch(limit_s, time.monotonic())
+            for rank in self._seats:
+                done = self.memory.lines[rank].done
+                done.wait(batch, lambda: self._look(batch, watch, limit_s))
+            if self._leave is not None:
+                return self._rows(self._leave, batch, chunks).clone()
+            return self.memory.logits(sum(chunk.logits for chunk in chunks), batch).clone()
 
-    def _order(self, chunks: Sequence[Chunk], page_size_tokens: int, rows: Tensor | None) -> int:
-        """Order all ranks to compute a batch; return its number."""
-        self._batch = batch = self._batch + 1
+    def _order(
+        self, batch: int, chunks: Sequence[Chunk], page_size_tokens: int, rows: Tensor | None
+    ) -> None:
+        """Order all ranks to compute a batch."""
         if self._enter is not None:
             assert rows is not None, "the first stage is elsewhere"
             self._rows(self._enter, batch, chunks).copy_(rows)
@@ -123,7 +130,6 @@ class RankFormation:
             except RanksLostError:
                 seat.kill()
                 raise
-        return batch
 
     def _rows(self, boundary: int, batch: int, chunks: Sequence[Chunk]) -> Tensor:
         areas, count = self.memory.areas, sum(len(chunk.token_ids) for chunk in chunks)

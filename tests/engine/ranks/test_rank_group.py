@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.nursery import AdoptedChild, Nursery
 from kvrs_engine.engine.ranks import processes as started
 from kvrs_engine.engine.ranks import stages
+from kvrs_engine.engine.ranks.exchange import FormationMemory
 from kvrs_engine.engine.ranks.formation import RankFormation
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.processes import RankProcesses
@@ -171,6 +172,45 @@ def test_stages_compute_different_batches_at_a_time(tiny_model: Path) -> None:
 
     for mine, theirs in zip(found, expected, strict=True):
         assert all(same_bytes(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_result_that_is_not_read_yet_is_not_overwritten(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch has its own result, although another thread computes two more before it is read.
+
+    Two stages share two sets of areas: the third batch takes those of the first one.
+    """
+    worker = Worker(tiny_model, SETTINGS)
+    batches = [Chunk(TOKENS[at : at + 9], 0, [at], logits=3) for at in range(3)]
+    group = group_of(tiny_model, pp=2)
+    assert group.formation is not None
+    first, logits = group.formation._batch + 1, FormationMemory.logits
+    computed, may_read = threading.Event(), threading.Event()
+
+    def late(memory: FormationMemory, rows: int, batch: int) -> torch.Tensor:
+        if batch == first:
+            computed.set()
+            assert may_read.wait(60)
+        return logits(memory, rows, batch)
+
+    monkeypatch.setattr(FormationMemory, "logits", late)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            results = [threads.submit(group.execute, batches[:1])]
+            assert computed.wait(60)
+            results.append(threads.submit(group.execute, batches[1:2]))
+            results[1].result()
+            results.append(threads.submit(group.execute, batches[2:]))
+            wait(results[2:], timeout=0.5)  # It would overwrite by then.
+            may_read.set()
+            found = [result.result() for result in results]
+    finally:
+        may_read.set()
+        group.close()
+
+    for chunk, result in zip(batches, found, strict=True):
+        assert same_bytes(result, worker.execute([chunk]))
 
 
 def test_a_freeze_waits_for_all_batches_and_lets_no_other_begin(tiny_model: Path) -> None:
