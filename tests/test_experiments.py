@@ -126,7 +126,7 @@ def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     """Its row says so, and is filled by the first result that is kept."""
     waiting = Exhibit(
         *("a", "1 s", How.REAL, "small", lambda: "2 s", "notice/results/none.json"),
-        judged=Verdict.OTHER,
+        judged=Verdict.CONTRADICTED,
         because="another measure",
     )
     asking = replace(waiting, name="c", needs="a GPU")
@@ -136,7 +136,7 @@ def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
 
     assert rows["a"]["ours"] == "-"
     assert (rows["a"]["how"], rows["a"]["why"]) == ("missing", "not run yet; small")
-    assert (rows["a"]["verdict"], rows["b"]["verdict"]) == ("missing", "other thing")
+    assert (rows["a"]["verdict"], rows["b"]["verdict"]) == ("missing", "contradicted")
     assert (rows["b"]["ours"], rows["b"]["how"], rows["b"]["why"]) == ("2 s", "real", "small")
     assert rows["c"]["why"] == "not run yet, needs a GPU; small"
 
