@@ -22,9 +22,10 @@ from experiments.exhibits import SEEDS, Exhibit, How
 from experiments.kept import kept
 from experiments.kills import drill
 from experiments.kills import run as kills_run
+from experiments.programs import ALL, Experiment, Need
 from experiments.readme import figures_not_kept, shown_in
 from experiments.results import age, is_of_this_code, run_of, state
-from experiments.run_all import ALL, Experiment, Need, chosen, listing
+from experiments.run_all import chosen, listing
 from experiments.verdicts import Verdict
 
 pytestmark = pytest.mark.nightly
@@ -368,7 +369,7 @@ def test_a_run_ends_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     hangs = "sh -c 'trap \"echo interrupted; exit\" INT; sleep 60 & echo $!; wait'"
     fails = f"{sys.executable} -c 'print(2); raise SystemExit(3)'"
 
-    assert run_all.run(Experiment("a", ("a",), 0, hangs), log).startswith("ended: not done after")
+    assert run_all.run(Experiment("a", ("a",), 0, hangs), log).how.startswith("ended: not done")
     left, said = log.read_text().split()
     assert said == "interrupted"
     give_up_s = time.monotonic() + 30.0  # Half of the time that it would take by itself.
@@ -376,7 +377,7 @@ def test_a_run_ends_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.Monkey
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
     monkeypatch.setattr(run_all, "_LEAST_LIMIT_S", 60.0)
-    assert run_all.run(Experiment("a", ("a",), 0, fails), log).startswith("exit status 3 after")
+    assert run_all.run(Experiment("a", ("a",), 0, fails), log).how.startswith("exit status 3 after")
     assert log.read_text() == "2\n"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from experiments import evidence, exhibits
 from experiments.exhibits import SEEDS, Exhibit, How
 from experiments.kept import EXPERIMENTS, misses, misses_in
-from experiments.run_all import ALL
+from experiments.programs import ALL
 from experiments.verdicts import (
     MEANING,
     Claim,

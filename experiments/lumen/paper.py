@@ -174,10 +174,15 @@ def cell_of(setup: Setup, jobs: int, clean: dict[str, Clean], name: str) -> dict
 def main() -> int:
     parser = parser_of(__doc__, __file__)
     parser.add_argument("--exhibits", nargs="+", choices=list(EXHIBITS), default=["B.1"])
+    parser.add_argument("--cases", nargs="+", help="of these exhibits; default: all")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     options = parser.parse_args()
+    allowed = [case for exhibit in options.exhibits for case in EXHIBITS[exhibit]]
+    for case in options.cases or ():
+        if case not in allowed:
+            parser.error(f"--cases: got {case}; allowed: {', '.join(allowed)}")
     together: dict[str, list[str]] = {}
     for exhibit in options.exhibits:
         together.setdefault(RESULTS.get(exhibit, "paper"), []).append(exhibit)
@@ -195,7 +200,12 @@ def measured(setup: Setup, result: str, exhibits: Sequence[str], options: Namesp
     """
     record = Record(*range(options.seeds), timed=False)
     cells = Cells(options.out, result, {"slower": SLOWER, "span_s": SPAN_S})
-    cases = dict.fromkeys(case for exhibit in exhibits for case in EXHIBITS[exhibit])
+    cases = dict.fromkeys(
+        case
+        for exhibit in exhibits
+        for case in EXHIBITS[exhibit]
+        if not options.cases or case in options.cases
+    )
     names = [f"{case}#{seed}" for seed in range(options.seeds) for case in cases]
     is_void = False
     try:
