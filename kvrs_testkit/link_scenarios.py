@@ -33,7 +33,7 @@ MB = 1e6
 SOURCE = NodeId("n0")
 READ_BYTES = 1 << 18  # So often the puller asks the kernel what has arrived.
 PROBE_WAIT_S = 0.05
-MAX_PHASE_S = 3.2  # Steps come at fixed times, probes at multiples of their interval.
+MAX_PHASE_S = 3.5  # Steps come at fixed times, probes at multiples of this interval.
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 over a link without noise: the part of the regret that is the rule's own, beside that of a rule that
 knows the rate at every moment, but not what follows.
 
-python -m experiments.link_monitor.simulated [--seeds 8] [--out DIR]
+python -m experiments.link_monitor.simulated [--seeds 64] [--out DIR]
 """
 
 import sys
@@ -68,7 +68,7 @@ def as_text(rows: list[dict[str, Any]], seeds: int) -> tuple[bool, str]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=64)
     options = parser.parse_args()
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)

@@ -42,11 +42,12 @@ from kvrs.ids import NodeId
 # has changed.
 TIME_CONSTANT_S = 2.0
 
-# Duration of a probe at the estimated rate, its smallest size, and the largest share of a link that
-# all probes take together.
+# Duration of a probe at the estimated rate, its smallest size, and the share of a link that all
+# probes take together. A link whose rate drops during a probe carries more than that share, and
+# still less than 1 %.
 PROBE_S = 0.03
 PROBE_BYTES = 65536
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.009
 
 # Decisions subtract from the estimate its spread, and this share of it times the root of the
 # seconds without a measurement; at least `LEAST_SHARE` of it remains.
