@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.transfer.shared_memory.regions import Region
 from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import Layout, staged, uneven
@@ -114,7 +114,7 @@ def _ranks(model: Path, config: ModelConfig, count: int) -> Iterator[tuple[RankP
     layout = uneven(config.units_of_ranks, staged(config.layers, [range(count)]))
     geometry = geometry_of(config, SETTINGS)
     cells = Region.anonymous("cells", memory_bytes(geometry, SETTINGS.pages))
-    processes = RankProcesses(model, SETTINGS, config, cells, spreads=False)
+    processes = RankProcesses(model, SETTINGS, config, cells, ElasticSettings())
     try:
         for rank in layout.ranks:
             processes.seats[rank] = processes.start(rank, layout, 0)

@@ -64,6 +64,10 @@ class ExpertSettings(Settings):
     """
 
 
+# The planner divides weights among the ranks that are left, or join.
+Planner = Literal["on_demand", "cmm"]
+
+
 class ElasticSettings(Settings):
     enabled: bool = True
     """An instance of several ranks that loses one goes on with the others, in the same process and
@@ -74,6 +78,12 @@ class ElasticSettings(Settings):
     of the streams. With as many streams as ranks, or more, no rank then has more to do than
     another. Every rank has the weights of such heads; where they have no room, heads are whole.
     false: some of the ranks compute these heads for all streams.
+    """
+    planner: Planner = "on_demand"
+    """How the weights are divided anew when ranks are lost, leave or join. on_demand: a rank keeps
+    what it has, and what was lost is dealt to all (RaidServe). cmm: each rank gets an even share of
+    consecutive units, copied from ranks that have it and read where none has (AnchorTP's Continuous
+    Minimal Migration). Both read the same bytes, cmm copies more.
     """
     min_ranks: int = Field(default=1, ge=1, le=4096)
     """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most

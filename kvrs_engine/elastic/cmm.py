@@ -9,7 +9,8 @@ less.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from kvrs_engine.elastic.layouts import Layout, Stage, uneven
+from kvrs_engine.elastic.layouts import SPREAD, Layout, Stage, hybrid, uneven
+from kvrs_engine.elastic.on_demand import turns_after
 from kvrs_engine.elastic.plans import HOST
 from kvrs_engine.elastic.units import Units
 
@@ -78,13 +79,46 @@ def even_parts(end: int, count: int) -> list[tuple[int, int]]:
     return [(at * end // count, (at + 1) * end // count) for at in range(count)]
 
 
-def reshaped(before: Layout, units: Units, ranks: Sequence[Sequence[int]]) -> Layout:
-    """Return the layout with even contiguous shares for the given ranks of each stage."""
+def reshaped(
+    before: Layout,
+    units: Units,
+    ranks: Sequence[Sequence[int]],
+    *,
+    spread: bool = False,
+    copies: bool = True,
+) -> Layout:
+    """Return the layout with even contiguous shares for the given ranks of each stage. A stage with
+    unchanged ranks keeps its assignment. With `spread` the KV heads that cannot be divided evenly
+    are spread; without `copies` the new layout has no copies of experts.
+    """
     stages = [
         Stage(stage.first, stage.last, tuple(sorted(group)))
         for stage, group in zip(before.stages, ranks, strict=True)
     ]
-    return replace(uneven(units, stages, split=before.split), number=before.number + 1)
+    even = (hybrid if spread else uneven)(units, stages, split=before.split)
+    attention, mlp = list(even.attention), list(even.mlp)
+    left: list[tuple[tuple[int, int], ...]] = []  # Remaining copies by layer.
+    for stage, old in zip(stages, before.stages, strict=True):
+        for layer in stage.layers:
+            if stage == old:
+                attention[layer], mlp[layer] = before.attention[layer], before.mlp[layer]
+            left.append(
+                tuple(
+                    (place, rank)
+                    for place, rank in before.copies_of(layer)
+                    if rank in stage.ranks and rank != mlp[layer][place]
+                )
+            )
+    is_spread = any(SPREAD in owners for owners in attention)
+    return replace(
+        even,
+        number=before.number + 1,
+        attention=tuple(attention),
+        mlp=tuple(mlp),
+        vocabulary=before.vocabulary if stages[-1] == before.stages[-1] else even.vocabulary,
+        turns=turns_after(before, stages) if is_spread else (),
+        copies=tuple(left) if copies and any(left) else (),
+    )
 
 
 def _end(shards: Sequence[Shard]) -> int:

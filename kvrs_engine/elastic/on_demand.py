@@ -11,7 +11,7 @@ A lost unit with a copy on a remaining rank goes to that rank without a move.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import combinations
 
 from kvrs.errors import LayoutError
@@ -71,7 +71,7 @@ def reshaped(
             left.append(kept - set(enumerate(own)))
     last = stages[-1].ranks
     vocabulary = _tiles(before.vocabulary, last, units.vocabulary_bytes, given)
-    turns = _turns(before, stages) if any(SPREAD in owners for owners in attention) else ()
+    turns = turns_after(before, stages) if any(SPREAD in owners for owners in attention) else ()
     after = Layout(
         number=before.number + 1,
         stages=tuple(stages),
@@ -92,11 +92,15 @@ def survivors(before: Layout, lost: Sequence[int]) -> list[list[int]]:
 
 
 def after_losses(
-    before: Layout, units: Units, rank: int, losses: int, *, spread: bool
+    before: Layout,
+    units: Units,
+    rank: int,
+    losses: int,
+    reshape: Callable[[Layout, Units, Sequence[Sequence[int]]], Layout],
 ) -> Iterator[Layout]:
     """Yield the layouts after up to `losses` losses of other ranks in the rank's stage, together or
-    one after the other, with fewer losses first. Losses in other stages do not change the rank's
-    units.
+    one after the other, with fewer losses first. `reshape` makes the next layout. Losses in other
+    stages do not change the rank's units.
     """
     levels = [[before]]  # Layouts by the number of losses.
     for lost in range(1, losses + 1):
@@ -105,12 +109,15 @@ def after_losses(
             for layout in levels[lost - at_once]:
                 others = [other for other in layout.stage_of(rank).ranks if other != rank]
                 for gone in combinations(others, at_once):
-                    after = reshaped(layout, units, survivors(layout, gone), spread=spread)
+                    after = reshape(layout, units, survivors(layout, gone))
                     levels[lost].append(after)
                     yield after
 
 
-def _turns(before: Layout, stages: Sequence[Stage]) -> Turns:
+def turns_after(before: Layout, stages: Sequence[Stage]) -> Turns:
+    """Return the turns of spread heads in the next layout: those of lost ranks are dealt to the
+    others, and all are dealt anew when ranks join.
+    """
     joining = {rank for stage in stages for rank in stage.ranks}.difference(before.ranks)
     if joining or not before.turns:
         return fresh_turns(stages)

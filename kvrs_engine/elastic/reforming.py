@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import assert_never
 
+from kvrs.config.engine import Planner
 from kvrs_engine.elastic import on_demand, ways
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import MovePlan
@@ -162,6 +163,7 @@ class Reforming:
     room: Room
     costs: Costs
     min_ranks: int = 1
+    planner: Planner = "on_demand"
     spread: bool = True  # Spread the remaining KV heads if there is room.
     in_pieces: bool = True  # Ranks read pieces of a unit and exchange them; else whole units.
     # The stages of this instance, if other instances have the other stages; None: all stages.
@@ -267,6 +269,10 @@ class Reforming:
         """Return the possible ways, the cheapest first."""
         return ways.choices(self._situation)
 
+    def on_demand_for(self, chosen: Layout) -> MovePlan | None:
+        """Return the plan that `Situation.on_demand_for` has beside the current one."""
+        return self._situation.on_demand_for(chosen)
+
     @property
     def _situation(self) -> Situation:
         return Situation(
@@ -275,6 +281,7 @@ class Reforming:
             room=self.room,
             costs=self.costs,
             min_ranks=self.min_ranks,
+            planner=self.planner,
             spread=self.spread,
             in_pieces=self.in_pieces,
             dead=self._dead,

@@ -2,18 +2,40 @@
 listed in `AFTER_LOSS` if it is possible after a loss.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from types import MappingProxyType
+from typing import Final, Protocol
 
+from kvrs.config.engine import Planner
 from kvrs.sums import sum_in_order
-from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.moving import LinkRates, schedule
 from kvrs_engine.elastic.plans import MovePlan, plan
 from kvrs_engine.elastic.units import Unit, Units
+
+
+class Reshape(Protocol):
+    def __call__(
+        self,
+        before: Layout,
+        units: Units,
+        ranks: Sequence[Sequence[int]],
+        *,
+        spread: bool,
+        copies: bool = True,
+    ) -> Layout: ...
+
+
+# The next layout by each planner, for the ranks of each stage.
+PLANNERS: Final[Mapping[Planner, Reshape]] = MappingProxyType(
+    {"on_demand": on_demand.reshaped, "cmm": cmm.reshaped}
+)
 
 
 class Way(StrEnum):
@@ -90,6 +112,7 @@ class Situation:
     room: Room
     costs: Costs
     min_ranks: int
+    planner: Planner
     spread: bool
     in_pieces: bool
     dead: AbstractSet[int]  # Ranks whose memory is lost.
@@ -108,7 +131,7 @@ class Situation:
         missing = 0
         for copies in (True, False) if self.layout.copies else (False,):
             for spread in (True, False) if self.spread else (False,):
-                after = on_demand.reshaped(
+                after = PLANNERS[self.planner](
                     self.layout, self.units, groups, spread=spread, copies=copies
                 )
                 if not (missing := self.room.missing_bytes(after, self.units)):
@@ -138,18 +161,7 @@ class Situation:
         `start_s` is the time until the ranks can move units. `reads_gone`: a new process can read
         the memory of the ended one. `restores`: streams lose the cells of lost ranks.
         """
-        # The memory of a rank without a process is readable only if the way or the memory allows
-        # it.
-        is_read = reads_gone or self.costs.kept_is_readable
-        gone = self.dead if is_read else self.dead | self.absent
-        moves = plan(
-            self.layout,
-            after,
-            self.units,
-            gone,
-            arrived=self.arrived,
-            in_pieces=self.in_pieces,
-        )
+        moves = self.moves_to(after, reads_gone=reads_gone)
         ready_s = start_s + schedule(moves, self.costs.rates).makespan_s + self.costs.join_s
         behind_s = self._behind_s(after)
         cost_s = sum_in_order(
@@ -158,6 +170,31 @@ class Situation:
         )
         # Without streams, the fastest way is the cheapest.
         return PossibleWay(way, fresh, moves, ready_s, cost_s if self.streams else ready_s)
+
+    def moves_to(self, after: Layout, *, reads_gone: bool = False) -> MovePlan:
+        """Return the moves to a layout; `reads_gone` is as in `weighed`."""
+        # The memory of a rank without a process is readable only if the way or the memory allows
+        # it.
+        is_read = reads_gone or self.costs.kept_is_readable
+        gone = self.dead if is_read else self.dead | self.absent
+        return plan(
+            self.layout,
+            after,
+            self.units,
+            gone,
+            arrived=self.arrived,
+            in_pieces=self.in_pieces,
+        )
+
+    def on_demand_for(self, chosen: Layout) -> MovePlan | None:
+        """Return the plan of the planner `on_demand` for the ranks of a layout; None: that planner
+        has made the layout, the ranks are those of now, or they lack memory.
+        """
+        if self.planner == "on_demand" or chosen.stages == self.layout.stages:
+            return None
+        groups = [stage.ranks for stage in chosen.stages]
+        after = dataclasses.replace(self, planner="on_demand").reshaped(groups)
+        return self.moves_to(after) if isinstance(after, Layout) else None
 
     def _behind_s(self, after: Layout) -> float:
         """Return the time of the look-ahead's tokens in a layout that serves until the lost ranks

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import LayoutError
-from kvrs_engine.elastic import on_demand
+from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.experts import (
     TileHistory,
     assign,
@@ -267,6 +267,20 @@ def test_a_lost_expert_with_a_copy_is_not_moved() -> None:
     moved = {move.unit for move in plan(before, both, units, {2, 3}).moves}
     assert {Unit(UnitKind.MLP, 0, at) for at in (5, 6, 7)} <= moved
     assert Unit(UnitKind.MLP, 0, 4) not in moved
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_even_shares_keep_the_copies_of_other_ranks_than_their_owners(lost: int) -> None:
+    """Copies at a lost rank are gone, and a copy at the new owner is its own unit."""
+    units = model()
+    before = replace(laid_out(units, 4), copies=(((4, 0), (4, 1), (5, 3)),))
+    left = on_demand.survivors(before, [lost])
+
+    after = cmm.reshaped(before, units, left)
+
+    validate(after, units)
+    assert after.copies == (((4, 0),),)
+    assert cmm.reshaped(before, units, left, copies=False).copies == ()
 
 
 def test_copies_are_kept_where_a_rank_joins_and_dropped_where_there_is_no_room() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs_engine.elastic import on_demand
+from kvrs.config.engine import Planner
+from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import SPREAD, Layout, staged, uneven, validate
 from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.plans import HOST
@@ -31,12 +32,14 @@ from kvrs_engine.elastic.reforming import (
     UnitArrived,
 )
 from kvrs_engine.elastic.units import UnitKind, Units
+from kvrs_engine.elastic.ways import PLANNERS as BY_NAME
 from kvrs_engine.elastic.ways import Costs, Room, StreamAtRisk, Way
 from kvrs_testkit.examples import examples
 from kvrs_testkit.layouts import even, rotated
 from kvrs_testkit.planned import host_bytes_by_rank
 from kvrs_testkit.reforming import answers, carry_through
 
+PLANNERS: list[Planner] = [*BY_NAME]
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 ROOM = Room(capacity_bytes=10_000, cell_bytes=8, pages=10)
 COSTS = Costs(rates=LinkRates(100.0, 1000.0), join_s=0.01, restart_s=0.2, lookahead_tokens=32)
@@ -49,8 +52,9 @@ def machine(tp: int = 4, pp: int = 1, **changes: object) -> Reforming:
     return Reforming(UNITS, even(UNITS, tp, pp), **given)  # type: ignore[arg-type]
 
 
-def test_a_lost_rank_is_done_without() -> None:
-    own = machine()
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_lost_rank_is_done_without(planner: Planner) -> None:
+    own = machine(planner=planner)
 
     done = carry_through(own, own.handle(LOST))
 
@@ -67,9 +71,10 @@ def test_a_lost_rank_is_done_without() -> None:
     assert own.layout.number == 2
 
 
-def test_what_has_arrived_is_not_read_again_after_a_further_loss() -> None:
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_has_arrived_is_not_read_again_after_a_further_loss(planner: Planner) -> None:
     """The plan of the second loss takes the first one's bytes from where they are."""
-    own = machine()
+    own = machine(planner=planner)
     first = own.handle(LOST)
     assert isinstance(first[1], CarryOut)
     before = {(move.unit, move.target) for move in first[1].plan.moves if move.source == HOST}
@@ -85,6 +90,26 @@ def test_what_has_arrived_is_not_read_again_after_a_further_loss() -> None:
     assert read & kept <= {answers(first[1])[-1].unit}  # type: ignore[union-attr]
     carry_through(own, second)
     assert own.layout.ranks == (0, 2)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_the_plan_of_cmm_stands_beside_that_of_on_demand(spread: bool) -> None:
+    """Both read what is lost; copies between ranks are those of even contiguous shares. Where ranks
+    stay the same, or the planner is on_demand, there is no other plan.
+    """
+    own, other = machine(planner="cmm", spread=spread), machine(spread=spread)
+    found, plain = own.handle(LOST)[1], other.handle(LOST)[1]
+    assert isinstance(found, CarryOut)
+    assert isinstance(plain, CarryOut)
+
+    beside = own.on_demand_for(found.plan.after)
+
+    assert beside == plain.plan
+    assert found.plan.after == cmm.reshaped(even(UNITS, 4), UNITS, [[0, 2, 3]], spread=spread)
+    assert found.plan.host_bytes == beside.host_bytes
+    assert found.plan.peer_bytes > beside.peer_bytes
+    assert own.on_demand_for(own.layout) is None
+    assert other.on_demand_for(plain.plan.after) is None
 
 
 def test_memory_that_other_ranks_can_have_is_not_read_from_the_host() -> None:
@@ -258,10 +283,13 @@ def test_copies_without_room_or_of_other_ranks_do_not_come() -> None:
     assert own.phase is ReformingPhase.SERVING
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_a_rank_that_is_lost_while_copies_come_is_done_without(victim: int) -> None:
+def test_a_rank_that_is_lost_while_copies_come_is_done_without(
+    victim: int, planner: Planner
+) -> None:
     """Their owner, the rank that gets one, or another one; the layout of before is what counts."""
-    own = Reforming(EXPERTS, even(EXPERTS, 4), ROOM, COSTS, spread=False)
+    own = Reforming(EXPERTS, even(EXPERTS, 4), ROOM, COSTS, spread=False, planner=planner)
     (began,) = own.handle(shifted(own.layout))
     for event in answers(began)[:-1]:
         own.handle(event)
@@ -508,7 +536,8 @@ def test_ranks_that_hang_are_those_that_are_awaited(data: st.DataObject) -> None
     tp = data.draw(st.integers(2, 5))
     costs = replace(COSTS, replace_s=data.draw(st.sampled_from([1.0, float("inf")])))
     layout = uneven(UNITS, staged(2, [range(tp)]))
-    own = Reforming(UNITS, layout, ROOM, costs, in_pieces=False)
+    planner = data.draw(st.sampled_from(PLANNERS))
+    own = Reforming(UNITS, layout, ROOM, costs, planner=planner, in_pieces=False)
     world, ranks = World(own), st.integers(0, tp - 1)
     world.lose(frozenset({data.draw(ranks)}), memory_kept=data.draw(st.booleans()))
 
@@ -529,14 +558,15 @@ def test_ranks_that_hang_are_those_that_are_awaited(data: st.DataObject) -> None
     assert own.phase in (ReformingPhase.SERVING, ReformingPhase.GIVEN_UP)
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("spread", [False, True])
-def test_ranks_of_other_stages_are_neither_asked_nor_moved(spread: bool) -> None:
+def test_ranks_of_other_stages_are_neither_asked_nor_moved(spread: bool, planner: Planner) -> None:
     """Each of several nodes has one stage of the layout: what it has lost is all that changes, also
     where the heads of other stages are not dealt as they would be dealt now.
     """
     stages = staged(2, [range(3), range(4, 7)])
     before = rotated(UNITS, stages)
-    own = Reforming(UNITS, before, ROOM, COSTS, spread=spread, stages=range(1, 2))
+    own = Reforming(UNITS, before, ROOM, COSTS, planner=planner, spread=spread, stages=range(1, 2))
 
     done = carry_through(own, own.handle(RanksLost(frozenset({5}))))
 
@@ -556,7 +586,8 @@ def test_any_losses_at_any_moment_end_in_serving_or_giving_up(data: st.DataObjec
     tp = data.draw(st.integers(1, 4))
     stages = staged(2, [range(tp)] if data.draw(st.booleans()) else [range(tp), range(9, 9 + tp)])
     costs = replace(COSTS, replace_s=data.draw(st.sampled_from([1.0, float("inf")])))
-    world = World(Reforming(UNITS, uneven(UNITS, stages), ROOM, costs))
+    planner = data.draw(st.sampled_from(PLANNERS))
+    world = World(Reforming(UNITS, uneven(UNITS, stages), ROOM, costs, planner=planner))
 
     for _ in range(data.draw(st.integers(1, 4))):
         for _ in range(data.draw(st.integers(0, 12))):

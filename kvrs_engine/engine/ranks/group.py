@@ -98,8 +98,7 @@ class RankGroup(StageRanks, StepHook):
         elastic = elastic or ElasticSettings()
         self._has_bases = elastic.spread_heads
         stages = stages or range(len(layout.stages))
-        spreads = elastic.spread_heads
-        super().__init__(model_directory, settings, layout, stages, spreads=spreads, yields=yields)
+        super().__init__(model_directory, settings, layout, stages, elastic, yields=yields)
         self._is_closed = False
         self._reformer: Reformer | None = None
         try:
@@ -114,6 +113,7 @@ class RankGroup(StageRanks, StepHook):
             Room(capacity_bytes=0, cell_bytes=0, pages=0),
             costs,
             min_ranks=elastic.min_ranks,
+            planner=elastic.planner,
             spread=elastic.spread_heads,
             in_pieces=False,
             stages=stages,

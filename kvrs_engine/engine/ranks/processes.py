@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.transfer.shared_memory.regions import Region
 from kvrs_engine.elastic.layouts import Layout
@@ -75,8 +75,8 @@ class RankProcesses:
         settings: EngineSettings,
         config: ModelConfig,
         cells: Region,
+        elastic: ElasticSettings,
         *,
-        spreads: bool,
         yields: bool = False,
     ) -> None:
         """`yields`: the first starts run at a lowered priority."""
@@ -89,7 +89,7 @@ class RankProcesses:
         self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self.read_bytes: Counter[int] = Counter()  # Bytes of weights read from files, by rank.
         self._directory, self._settings = directory, settings
-        self._config, self._cells, self._spreads = config, cells, spreads
+        self._config, self._cells, self._elastic = config, cells, elastic
         self._start_yields = yields
         self._fetch_nice = 0  # Niceness of the newest order.
         self._blocks = UnitBlocks(config, Weights(directory))
@@ -124,7 +124,8 @@ class RankProcesses:
             is_first=stage == 0,
             is_last=stage == len(layout.stages) - 1,
             layout=layout if proves_ahead else None,
-            spreads=self._spreads,
+            spreads=self._elastic.spread_heads,
+            planner=self._elastic.planner,
             yields=self._start_yields,
         )
         _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -32,6 +32,7 @@ from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.on_demand import after_losses
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.elastic.units import Unit, UnitKind
+from kvrs_engine.elastic.ways import PLANNERS
 from kvrs_engine.engine.allocator import keep_freed_memory
 from kvrs_engine.engine.layers.proofs import Proofs, sample
 from kvrs_engine.engine.layers.step import build_step
@@ -292,11 +293,11 @@ class _Loaded:
             )
         if order.layout is not None:
             began_s = time.monotonic()
-            self._prove_ahead(order.layout, spreads=order.spreads)
+            self._prove_ahead(order.layout, partial(PLANNERS[order.planner], spread=order.spreads))
             took_s = time.monotonic() - began_s
             self.answer = msgspec.structs.replace(self.answer, ahead_s=took_s)
 
-    def _prove_ahead(self, layout: Layout, *, spreads: bool) -> None:
+    def _prove_ahead(self, layout: Layout, reshape: Callable[..., Layout]) -> None:
         """Prove the forms for a layout and for the layouts after losses, so that a re-forming need
         not. Proofs depend on shapes only, so arbitrary weights are used.
         """
@@ -308,7 +309,7 @@ class _Loaded:
         def block_of(unit: Unit) -> UnitBlock:
             return self._unit_blocks.block(unit, numbers, 0)
 
-        after = after_losses(layout, units, self._rank, _LOSSES_AHEAD, spread=spreads)
+        after = after_losses(layout, units, self._rank, _LOSSES_AHEAD, reshape)
         known: set[Hashable] = set()
         for each in (layout, *islice(after, _LAYOUTS_AHEAD)):
             share = Share.of(each, self._rank)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from kvrs_engine.elastic.layouts import Layout
+from kvrs_engine.elastic.plans import MovePlan
 from kvrs_engine.elastic.reforming import CarryOut
 from kvrs_engine.elastic.ways import Way
 
@@ -55,6 +56,8 @@ class Reformed:
     degree: int
     host_bytes: int  # Planned bytes, as `peer_bytes`.
     peer_bytes: int
+    # RaidServe's plan for the same ranks, which was not carried out; None: its planner made this.
+    on_demand: MovePlan | None
     moved: Mapping[str, int]  # `RankProcesses.moved` for this plan.
     phases_s: Mapping[str, float]  # Durations of its phases, in order.
 
@@ -66,6 +69,7 @@ class ReformingBegun:
     began_s: float
     action: CarryOut
     is_first: bool  # A batch was computed since the previous re-forming.
+    on_demand: MovePlan | None = None  # The later `Reformed.on_demand`.
     start_s: float = 0.0  # Start time of the slowest awaited process.
     # Ends of the phases by name: `plan`, `move`, `join`, `probe`.
     ends_s: dict[str, float] = field(default_factory=dict)

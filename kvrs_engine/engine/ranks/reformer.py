@@ -298,6 +298,8 @@ class Reformer:
             # Copies of a resize without new ranks are not urgent.
             nice = 0 if action.way.pauses or action.fresh else COPY_NICE
             self._processes.fetch(action.epoch, action.plan.moves, nice=nice)
+            # The ranks work meanwhile.
+            self._begun.on_demand = self._machine.on_demand_for(action.plan.after)
         except KvrsError as error:
             self._handle(RoomMissing(action.epoch, str(error)))
             if self._machine.phase is ReformingPhase.SERVING:
@@ -397,6 +399,7 @@ class Reformer:
             degree=len(action.layout.ranks),
             host_bytes=plan.host_bytes,
             peer_bytes=plan.peer_bytes,
+            on_demand=begun.on_demand,
             moved=moved,
             phases_s=begun.phases_s,
         )
@@ -407,7 +410,12 @@ class Reformer:
             self._machine.note_join(now_s - begun.began_s - begun.start_s)
         log.warning(
             "the ranks compute again",
-            extra={"way": way, "degree": done.degree, "seconds": now_s - begun.began_s},
+            extra={
+                "way": way,
+                "degree": done.degree,
+                "seconds": now_s - begun.began_s,
+                **_bytes_of(done),
+            },
         )
 
     def _end(self, reason: str, ranks: list[int] | None = None) -> None:
@@ -463,6 +471,17 @@ class Reformer:
 def _note(begun: ReformingBegun | None, part: str) -> None:
     assert begun is not None, "a re-forming has begun"
     begun.note(part)
+
+
+def _bytes_of(done: Reformed) -> dict[str, int]:
+    """Return the planned bytes for a log line, beside those of RaidServe's plan if that was not
+    carried out.
+    """
+    found = {"host_bytes": done.host_bytes, "peer_bytes": done.peer_bytes}
+    if (other := done.on_demand) is not None:
+        found["on_demand_host_bytes"] = other.host_bytes
+        found["on_demand_peer_bytes"] = other.peer_bytes
+    return found
 
 
 def _room_of(layout: Layout, units: Units) -> Room:

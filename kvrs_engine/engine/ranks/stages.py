@@ -14,7 +14,7 @@ from queue import Empty
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs.transfer.shared_memory.regions import Region
 from kvrs_engine.elastic.experts import Tiles
@@ -65,12 +65,12 @@ class StageRanks(ModelWorker):
         settings: EngineSettings,
         layout: Layout,
         stages: range,
+        elastic: ElasticSettings,
         *,
-        spreads: bool = False,
         yields: bool = False,
     ) -> None:
-        """`stages` are the local stages of the layout. `spreads`: remaining heads are spread, also
-        after a loss. `yields`: the start runs at a lowered priority.
+        """`stages` are the local stages of the layout. `yields`: the start runs at a lowered
+        priority.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -108,7 +108,7 @@ class StageRanks(ModelWorker):
         memory = torch.frombuffer(self._cells.memory, dtype=torch.uint8)
         self.pool = WholePages(geometry, settings.pages, memory, self.layers.start)
         self.processes = RankProcesses(
-            model_directory, settings, self._config, self._cells, spreads=spreads, yields=yields
+            model_directory, settings, self._config, self._cells, elastic, yields=yields
         )
 
     def start_ranks(self) -> tuple[RankFormation, StartTimes]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import EngineSettings, Planner
 from kvrs.errors import KvrsError
 from kvrs.transfer.shared_memory.passing import receive, rights
 from kvrs_engine.elastic.layouts import Layout
@@ -33,6 +33,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     # The first layout; the rank proves the forms for it and for later losses. None: no proofs.
     layout: Layout | None
     spreads: bool = False  # Remaining heads are spread after a loss.
+    planner: Planner = "on_demand"  # `elastic.planner`.
     yields: bool = False  # Load at a lowered priority.
 
 

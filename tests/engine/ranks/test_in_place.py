@@ -19,14 +19,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings, Planner
 from kvrs.config.file import parse_config
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs_engine.elastic.plans import Move
 from kvrs_engine.elastic.reforming import ReformingPhase
-from kvrs_engine.elastic.ways import Way
+from kvrs_engine.elastic.ways import PLANNERS, Way
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.ranks.formation import RankFormation
@@ -126,14 +126,18 @@ def damage(group: RankGroup, move: Move) -> None:
     at.memory.memory[at.offset : at.offset + 4] = b"\xff\x00\xff\x00"
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
-    tiny_model: Path, expected: list[torch.Tensor]
+    tiny_model: Path,
+    expected: list[torch.Tensor],
+    planner: Planner,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One of four uneven ranks is lost, and another one during the move: their memory is used where
     it is. Then a device is lost, and a unit is damaged where a new rank copies it. The bytes read
     are those of the plans, and survivors stay the same processes.
     """
-    group = group_of(tiny_model, tp=4)
+    group = group_of(tiny_model, ElasticSettings(planner=planner), tp=4)
     first = group.pids
     try:
         compute(group, expected)
@@ -147,6 +151,12 @@ def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
         given = reshard.moved["kept"] + reshard.moved.get("peer", 0)
         assert (given, reshard.moved["read"]) == (reshard.peer_bytes, 0)
         assert reshard.moved["kept"] > 0
+        assert (reshard.on_demand is None) == (planner == "on_demand")
+        (line,) = (one for one in caplog.records if one.message == "the ranks compute again")
+        logged = {key: at for key, at in vars(line).items() if key.endswith("_bytes")}
+        assert logged["peer_bytes"] == reshard.peer_bytes
+        if reshard.on_demand is not None:
+            assert logged["on_demand_peer_bytes"] == reshard.on_demand.peer_bytes
         when_moving(group, before=lambda moves: damage(group, moves[0]))
         while len(group.layout.ranks) < 4:
             compute(group, expected)
@@ -290,8 +300,9 @@ def test_what_a_lost_process_has_left_is_a_units_own_memory_afterwards(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("planner", PLANNERS)
 async def test_streams_go_on_in_their_attempts(
-    tiny_model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, planner: Planner
 ) -> None:
     """Greedy and drawn ones, through a rank that leaves by order, a SIGKILL and a lost device, have
     the tokens of one process; load reports say at once that the ranks re-form, and when they
@@ -306,7 +317,10 @@ async def test_streams_go_on_in_their_attempts(
     monkeypatch.setattr(waits, "pause", lambda *_: told.append(True))
     monkeypatch.setattr(waits, "go_on", lambda *_: told.append(False))
     faults = ["leave", "kill", "lose_device"]
-    through = await answers_of(tiny_model, {"tp": 3}, faults, reports, left, tables=tables)
+    elastic = {"planner": planner}
+    through = await answers_of(
+        tiny_model, {"tp": 3}, faults, reports, left, elastic=elastic, tables=tables
+    )
 
     assert through == alone
     assert (left[0].way, left[0].degree, left[0].paused) == (Way.RESIZE, 2, False)

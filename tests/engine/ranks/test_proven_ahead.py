@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrs.config.engine import Planner
 from kvrs_engine.elastic.layouts import SPREAD, Layout, staged, uneven
-from kvrs_engine.elastic.on_demand import reshaped, survivors
+from kvrs_engine.elastic.on_demand import survivors
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.elastic.units import Unit, Units
+from kvrs_engine.elastic.ways import PLANNERS
 from kvrs_engine.engine.layers import proofs
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.loading import proven
@@ -31,22 +33,25 @@ pytestmark = pytest.mark.engine
 _LIVES: list[mmap.mmap] = []
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "two stages"])
 def test_what_two_losses_need_is_proven_before(
-    dense_or_experts: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+    dense_or_experts: Path, monkeypatch: pytest.MonkeyPatch, stages: int, planner: Planner
 ) -> None:
     config = ModelConfig.from_directory(dense_or_experts)
     units = config.units_of_ranks
     groups = [range(4)] if stages == 1 else [range(3), range(3, 6)]
     layout = uneven(units, staged(units.layers, groups))
-    loaded = loaded_rank(dense_or_experts, config, layout)
+    loaded = loaded_rank(dense_or_experts, config, layout, planner)
     forbid_new_proofs(monkeypatch)
 
-    assert_proven(loaded, config, lost_twice(layout, units, spread=False), spread=False)
+    after = lost_twice(layout, units, planner, spread=False)
+    assert_proven(loaded, config, after, spread=False)
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_heads_that_losses_spread_are_proven_before(
-    random_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    random_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, planner: Planner
 ) -> None:
     """Seven ranks have two heads each; of five each has two, and four are spread."""
     model = random_model(
@@ -62,17 +67,17 @@ def test_heads_that_losses_spread_are_proven_before(
     config = ModelConfig.from_directory(model)
     units = config.units_of_ranks
     layout = uneven(units, staged(units.layers, [range(7)]))
-    loaded = loaded_rank(model, config, layout, spreads=True)
+    loaded = loaded_rank(model, config, layout, planner, spreads=True)
     forbid_new_proofs(monkeypatch)
 
-    after = lost_twice(layout, units, spread=True)
+    after = lost_twice(layout, units, planner, spread=True)
     assert any(SPREAD in owners for each in after for owners in each.attention)
     assert_proven(loaded, config, after, spread=True)
 
 
-def lost_twice(layout: Layout, units: Units, *, spread: bool) -> list[Layout]:
+def lost_twice(layout: Layout, units: Units, planner: Planner, *, spread: bool) -> list[Layout]:
     """Layouts after the loss of one rank and then another, or of two at once; not the first."""
-    found = []
+    found, reshaped = [], PLANNERS[planner]
     for one in layout.stages[0].ranks[1:]:
         left = reshaped(layout, units, survivors(layout, [one]), spread=spread)
         found.append(left)
@@ -94,7 +99,7 @@ def assert_proven(
 
 
 def loaded_rank(
-    model: Path, config: ModelConfig, layout: Layout, *, spreads: bool = False
+    model: Path, config: ModelConfig, layout: Layout, planner: Planner, *, spreads: bool = False
 ) -> _Loaded:
     rank, stage = layout.ranks[0], layout.stages[0]
     order = Load(
@@ -107,6 +112,7 @@ def loaded_rank(
         is_last=len(layout.stages) == 1,
         layout=layout,
         spreads=spreads,
+        planner=planner,
     )
     cells = memory_bytes(geometry_of(config, SETTINGS), SETTINGS.pages)
     lives = mmap.mmap(-1, Life.BYTES)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.transfer.shared_memory.regions import Region
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import HOST, Move
@@ -72,7 +72,7 @@ def seat_of(rank: int, *, has_died: bool = False) -> Any:
 @pytest.fixture
 def processes(tiny_model: Path) -> Iterator[RankProcesses]:
     config, cells = ModelConfig.from_directory(tiny_model), Region.anonymous("kvrs-cells", 1)
-    yield RankProcesses(tiny_model, SETTINGS, config, cells, spreads=False)
+    yield RankProcesses(tiny_model, SETTINGS, config, cells, ElasticSettings())
     cells.close()
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import ElasticSettings
+from kvrs.config.engine import ElasticSettings, Planner
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Role
 from kvrs_engine.elastic.layouts import SPREAD, Layout, hybrid, staged
 from kvrs_engine.elastic.units import Units
-from kvrs_engine.elastic.ways import Way
+from kvrs_engine.elastic.ways import PLANNERS, Way
 from kvrs_engine.engine.instance import PrefillShares
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
@@ -241,12 +241,13 @@ def test_a_prompt_costs_the_rank_of_its_base_what_the_others_do_not_have() -> No
 
 
 @pytest.mark.nightly
-async def test_streams_go_on_in_their_attempts(model: Path) -> None:
+@pytest.mark.parametrize("planner", PLANNERS)
+async def test_streams_go_on_in_their_attempts(model: Path, planner: Planner) -> None:
     """Greedy and drawn ones, through a SIGKILL, a lost device and a rank that leaves."""
     alone = await answers_of(model, {}, [])
 
-    through = await answers_of(
-        model, {"tp": 4}, ["kill", "lose_device", "leave"], elastic={"spread_heads": True}
-    )
+    faults = ["kill", "lose_device", "leave"]
+    elastic = {"spread_heads": True, "planner": planner}
+    through = await answers_of(model, {"tp": 4}, faults, elastic=elastic)
 
     assert through == alone
