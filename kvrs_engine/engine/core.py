@@ -226,8 +226,6 @@ class EngineCore(RunCore):
         run = self._runs[sequence]
         # The last wanted token needs no draft after it.
         most = min(most, run.max_tokens - run.produced_tokens - 1)
-        if most <= 0:
-            return ()
         return run.drafts_ahead(most) or (drafts.propose(run, most) if drafts.active else ())
 
     async def _land(self) -> None:

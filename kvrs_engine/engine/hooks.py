@@ -82,7 +82,9 @@ class DraftSource(StepHook):
 
     @abstractmethod
     def propose(self, run: GenerationRun, most: int) -> collections.abc.Sequence[int]:
-        """Return at most `most` (> 0) tokens that may follow the run's tokens."""
+        """Return at most `most` tokens that may follow the run's tokens; 0: the step verifies no
+        drafts of this run, and the source only learns its tokens.
+        """
 
     @abstractmethod
     def verified(self, run: GenerationRun, proposed: int, accepted: int) -> None:

@@ -25,8 +25,8 @@ Invariants, checked by `check` and by tests:
 6. A sequence is not preempted while a pull or a batch in flight may write into its pages: by
    invariant 3 that would release no page at once.
 7. A sequence is in one batch in flight at most.
-8. Drafts take no page that other work needs; while prompts want more tokens than a batch has, a
-   stream has one draft at most. Drafts that `complete` does not accept leave no trace.
+8. Drafts take no page that other work needs, and no batch that has tokens of a prompt has drafts.
+   Drafts that `complete` does not accept leave no trace.
 """
 
 import collections.abc
@@ -244,8 +244,8 @@ class BatchScheduler:
     # Batches.
 
     def next_batch(self, proposals: Proposals | None = None) -> list[tuple[Sequence, Chunk]]:
-        """Return the next batch: decode steps with drafts, then prefill for the rest of the token
-        budget. May be empty.
+        """Return the next batch: decode steps, then prefill for the rest of the token budget, or
+        drafts if no prompt wants it. May be empty.
         """
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
@@ -281,8 +281,8 @@ class BatchScheduler:
                 sequence.cached_tokens = sequence.computed_tokens + found * size
                 self._change(sequence, sequence.cached_tokens)
         if proposals is not None:
-            wanted = sum(one.computable_tokens for one in prefilling)
-            batch = with_drafts(batch, self._pages, len(self._admitted), budget, wanted, proposals)
+            idle = 0 if any(one.computable_tokens for one in prefilling) else budget
+            batch = with_drafts(batch, self._pages, len(self._admitted), idle, proposals)
             budget -= sum(chunk.drafts for _, chunk in batch)
         asked = [Waiting(it.base, it.computed_tokens, it.computable_tokens) for it in prefilling]
         shares = self._share(asked, budget) if asked and budget else []

@@ -68,7 +68,7 @@ class SimDrafts:
         produced = len(sequence.token_ids) - sequence.prompt_tokens
         # The last wanted token needs no draft behind it.
         most = min(most, call.max_tokens - produced - 1)
-        return self.assisted.propose(sequence, _GREEDY, most) if most > 0 else ()
+        return self.assisted.propose(sequence, _GREEDY, most)
 
 
 def chosen_tokens(sequence: Sequence, chunk: Chunk) -> list[int]:

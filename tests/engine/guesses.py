@@ -14,12 +14,14 @@ class Guesses(DraftSource):
         self.outputs = outputs
         self.random = Random(3)
         self.proposed = self.accepted = 0
+        self.not_verified = 0  # Calls for steps that verify no drafts.
 
     @property
     def active(self) -> bool:
         return True
 
     def propose(self, run: GenerationRun, most: int) -> list[int]:
+        self.not_verified += most == 0
         here = run.sequence.token_ids[run.sequence.prompt_tokens :]
         calm = next((ids for ids in self.outputs if ids[: len(here)] == here), here)
         drafts = calm[len(here) : len(here) + self.random.randint(0, min(most, 8))]

@@ -54,6 +54,21 @@ def test_drafts_are_proposed_at_their_position() -> None:
     assert streams.stale > 0
 
 
+def test_a_helper_learns_the_tokens_of_a_step_that_verifies_nothing() -> None:
+    """Its drafts follow them, so the next step that may have drafts has right ones."""
+    streams, one = AssistedStreams(4), sequence(20)
+    assert streams.propose(one, CHOICE, 0) == []
+    (begun,) = streams.take_updates()
+    one.token_ids.append(5)
+    assert streams.propose(one, CHOICE, 0) == []
+    assert streams.take_updates() == [MirrorUpdate(begun.number, [5])]
+
+    streams.came([Burst(begun.number, 20, [5, 6, 7])])
+    one.token_ids.append(6)
+
+    assert streams.propose(one, CHOICE, 4) == [7]
+
+
 def test_what_a_helper_was_told_is_told_to_the_next_one_anew() -> None:
     """With all tokens that the stream has by then."""
     streams, one = AssistedStreams(4), sequence(20)

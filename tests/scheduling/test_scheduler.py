@@ -6,6 +6,7 @@ import pytest
 
 from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
+from kvrs_engine.scheduling.drafts import MOST_ROWS
 from kvrs_engine.scheduling.pace import Pace
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.scheduler import BatchScheduler
@@ -42,48 +43,63 @@ def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
     assert shape(batch) == [(other, 0, 1, 1), (oldest, 0, 1, 0)]
 
 
-def test_drafts_have_what_decode_steps_and_prompts_leave() -> None:
-    """Without a prompt they fill the pages that they may have."""
+def test_drafts_have_no_batch_that_a_prompt_wants() -> None:
+    """Alone they fill the pages that they may have; beside a prompt they are only asked for, so
+    that their source learns the tokens.
+    """
     batches, _ = scheduler(max_batch_tokens=7)
     streaming, late_prompt = sequence(3), sequence(4, first=100)
     submit(batches, streaming)
     step(batches)
+    asked: list[tuple[Sequence, int]] = []
 
-    alone = batches.next_batch(lambda one, most: [0] * min(6, most))
+    def proposals(one: Sequence, most: int) -> list[int]:
+        asked.append((one, most))
+        return [0] * most
+
+    alone = batches.next_batch(proposals)
     batches.abandon(alone)
     submit(batches, late_prompt)
-    beside = batches.next_batch(lambda one, most: [0] * min(6, most))
+    beside = batches.next_batch(proposals)
 
     assert shape(alone) == [(streaming, 3, 5, 5)]
-    assert shape(beside) == [(streaming, 3, 3, 3), (late_prompt, 0, 4, 1)]
-    assert [chunk.drafts for _, chunk in beside] == [2, 0]
+    assert shape(beside) == [(streaming, 3, 1, 1), (late_prompt, 0, 4, 1)]
+    assert asked == [(streaming, 4), (streaming, 0)]
 
 
 @pytest.mark.parametrize(
-    ("max_batch_tokens", "prompt", "drafts", "prefill"),
+    ("streams", "drafts"),
     [
-        pytest.param(15, 7, [2, 2, 0, 0], 7, id="it leaves one for each, the first have more"),
-        pytest.param(14, 7, [1, 1, 1, 1], 6, id="it leaves less, each has one"),
-        pytest.param(9, 7, [1, 1, 0, 0], 3, id="prefill keeps half"),
-        pytest.param(9, 2, [1, 1, 1, 0], 2, id="it wants less than half"),
-        pytest.param(5, 7, [0, 0, 0, 0], 1, id="prefill keeps its last token"),
+        pytest.param(4, [2, 2, 2, 2], id="all that are proposed"),
+        pytest.param(6, [2, 2, 1, 1, 1, 1], id="what the batch has, evenly"),
+        pytest.param(8, [1, 1, 1, 1, 1, 1, 0, 0], id="one for as many as possible"),
     ],
 )
-def test_a_stream_has_one_draft_while_a_prompt_wants_more(
-    max_batch_tokens: int, prompt: int, drafts: list[int], prefill: int
-) -> None:
-    """Four streams have two proposals each, beside a prompt of so many tokens."""
-    batches, _ = scheduler(max_batch_tokens=max_batch_tokens)
-    streams = [sequence(1, first=100 * number) for number in range(1, 5)]
-    submit(batches, *streams)
+def test_drafts_are_dealt_evenly(streams: int, drafts: list[int]) -> None:
+    """A later draft of a stream is right less often than the first one of another stream."""
+    batches, _ = scheduler(max_batch_tokens=14, max_running=8)
+    submit(batches, *(sequence(1, first=100 * number) for number in range(streams)))
     step(batches)
-    late_prompt = sequence(prompt)
-    submit(batches, late_prompt)
 
     batch = batches.next_batch(lambda one, most: [0] * min(2, most))
 
-    assert [chunk.drafts for _, chunk in batch] == [*drafts, 0]
-    assert shape(batch)[-1][:3] == (late_prompt, 0, prefill)
+    assert [chunk.drafts for _, chunk in batch] == drafts
+
+
+def test_a_step_with_drafts_has_no_more_rows_than_are_read_at_once() -> None:
+    """Beyond `MOST_ROWS` a row costs time, so that many decode steps leave nothing to drafts."""
+    batches, _ = scheduler(max_batch_tokens=1000, max_running=200, pages=400)
+    submit(batches, *(sequence(1, first=1000 * number) for number in range(100)))
+    step(batches)
+
+    some = batches.next_batch(lambda one, most: [0] * most)
+    batches.abandon(some)
+    submit(batches, *(sequence(1, first=1000 * number) for number in range(100, 140)))
+    step(batches)
+    none = batches.next_batch(lambda one, most: [0] * most)
+
+    assert sum(len(chunk.token_ids) for _, chunk in some) == MOST_ROWS
+    assert sum(len(chunk.token_ids) for _, chunk in none) == 140
 
 
 def test_a_common_prefix_is_computed_once() -> None:

@@ -339,12 +339,12 @@ class BatchMachine(RuleBasedStateMachine):
         self._check_drafts(batch, prompts)
 
     def _check_drafts(self, batch: list[tuple[Sequence, Chunk]], prompts: list[Sequence]) -> None:
-        """Where a prompt has less of the batch than could be computed of it, behind what was found
-        late, a stream has one draft at most.
+        """No stream has drafts where tokens of a prompt can be computed, behind what was found
+        late.
         """
         got = {one: len(chunk.token_ids) for one, chunk in batch}
-        if any(got.get(one, 0) < one.computable_tokens for one in prompts if one.pages):
-            assert all(chunk.drafts <= 1 for _, chunk in batch)
+        if any(got.get(one, 0) or one.computable_tokens for one in prompts if one.pages):
+            assert not any(chunk.drafts for _, chunk in batch)
 
     @precondition(lambda self: self.batches)
     @rule(retain=st.booleans(), data=st.data())

@@ -104,6 +104,21 @@ def test_drafts_make_streams_shorter() -> None:
     assert quick.span_s < slow.span_s
 
 
+def test_a_helper_learns_each_token_also_beside_prompts() -> None:
+    """Its streams are never behind its partner, also where a step with prompts verifies none."""
+    world = world_of(config(), DRAFT, (2.0, "w2"))
+    behind: list[int] = []
+    for tick in range(120):
+        world.run_before(3.2 + 0.04 * tick)
+        for engine in world.cluster.engines.values():
+            if engine.drafts is not None and engine.drafts.helper is not None:
+                streams = engine.drafts.assisted._streams.values()
+                behind += [len(one.sequence.token_ids) - one.told for one in streams]
+
+    assert behind
+    assert max(behind) == 0
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 def test_drafts_are_right_as_often_as_was_asked_for(acceptance: float) -> None:
     _, world = run(config(), replace(DRAFT, acceptance=acceptance), (2.0, "w2"))

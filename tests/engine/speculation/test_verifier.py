@@ -121,6 +121,7 @@ async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind
         assert _told(one) == _told(same)
     assert guesses.accepted > 5
     assert guesses.proposed > guesses.accepted
+    assert guesses.not_verified > 0, "the source learns the tokens of steps with prompts"
     await _idle(other)
     other.pages.check()
     other.core.scheduler.check()
