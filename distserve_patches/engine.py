@@ -17,6 +17,7 @@ from distserve_patches.pool import StagePool, geometry_of
 from distserve_patches.requests import JobRequest
 from distserve_patches.stages import ContextStage, DecodingStage
 from distserve_patches.watch import cause_of
+from kvrs.errors import KvrsError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs_engine.scheduling.pages import PageManager
 
@@ -96,6 +97,20 @@ class RecoverableEngine:
             self._states[stage.name].alive = False
         for group in self._context.placement_groups:
             ray.util.remove_placement_group(group)
+
+    async def model_s(self, which: Stage) -> float:
+        """Return the seconds that the stage's steps so far have spent in the model, by the rank
+        whose answers count: the first of the last pipeline stage.
+
+        Raises:
+            KvrsError: the worker has died.
+        """
+        try:
+            return float(await self._stages[which].workers[-1][0].model_s.remote())
+        except RayError as error:
+            raise KvrsError(
+                f"the {which} stage died while it was measured: {cause_of(error)}"
+            ) from error
 
     async def _supervise(self, stage: ContextStage | DecodingStage) -> None:
         while True:

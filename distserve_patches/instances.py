@@ -36,6 +36,7 @@ class StageInstance(ServedInstance):
         super().__init__(place, model)
         self.one_call = own_prefill is not None
         self.prefill: PrefillTable | None = None
+        self.engine_step_s = 0.0  # Part of a step that the stage takes beside the model.
         self.on_down: Callable[[], None] = lambda: None
         self._core = core
         self._own_prefill = own_prefill
@@ -81,7 +82,10 @@ class StageInstance(ServedInstance):
         assert self.prefill is not None, "it was measured before requests are taken"
         info = self._describe(self.prefill, _capabilities(self.stage), gpus=None)
         return msgspec.structs.replace(
-            info, own_prefill=self._own_prefill, worker_pids=list(self.stage.worker_pids)
+            info,
+            prefill=msgspec.structs.replace(info.prefill, engine_step_s=self.engine_step_s),
+            own_prefill=self._own_prefill,
+            worker_pids=list(self.stage.worker_pids),
         )
 
     def load(self) -> LoadReport:

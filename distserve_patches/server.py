@@ -4,14 +4,12 @@ instance, and the decoding stage the node's decode instance. Import after `upstr
 
 import asyncio
 import hashlib
-import itertools
 import logging
-import statistics
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,13 @@ from ray.exceptions import RayError, RayTaskError
 from distserve_patches.core import DecodeCore, PrefillCore, PrefillQueue, StageCore
 from distserve_patches.engine import RecoverableEngine
 from distserve_patches.instances import StageInstance
-from distserve_patches.jobs import Job, Stage, StageState
+from distserve_patches.jobs import Stage, StageState
+from distserve_patches.measuring import WARM_UP_STEPS, measure_stages
 from distserve_patches.watch import cause_of
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.net.routes import Routes
-from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.protocol.instance import EPOCHS_PER_START, Role
@@ -44,15 +42,9 @@ from kvrs_engine.engine.page_port import InstancePlace
 from kvrs_engine.engine.requests import Vocabulary
 from kvrs_engine.engine.served import ServedModel
 from kvrs_engine.engine.server import serve_http
-from kvrs_engine.engine.warm_up import WARM_UP_REPEATS, warm_up_lengths
 from kvrs_engine.engine.worker import end_tokens_of
 
 log = logging.getLogger(__name__)
-
-_WARM_UP_STEPS = 16
-_TABLE_STEP_TOKENS = 64
-# Ids of warm-up requests, negative unlike those of streams.
-_WARM_UP_IDS = itertools.count(-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +157,10 @@ class Server:
         longest = min(pages.pages * pages.page_size_tokens for pages in stages)
         for instance in self.instances.values():
             instance.max_model_len = min(instance.max_model_len, longest)
-            if instance.max_model_len < _WARM_UP_STEPS:
+            if instance.max_model_len < WARM_UP_STEPS:
                 raise ConfigError(
                     f"the stages hold requests of {instance.max_model_len} tokens; "
-                    f"allowed: at least {_WARM_UP_STEPS} "
+                    f"allowed: at least {WARM_UP_STEPS} "
                     "(--gpu-memory-utilization, --max-num-blocks-per-req and "
                     "--context-max-tokens-per-batch limit them)"
                 )
@@ -176,16 +168,17 @@ class Server:
     async def _measure(self, running: asyncio.Future[None]) -> None:
         """Time prompts and steps before requests are taken, for each instance's own table."""
         measuring = asyncio.ensure_future(
-            _tables(self._engine, self.instances[Stage.CONTEXT].max_model_len)
+            measure_stages(self._engine, self.instances[Stage.CONTEXT].max_model_len)
         )
         both: list[asyncio.Future[Any]] = [measuring, running]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not measuring.done():
             measuring.cancel()
             running.result()
-        context, decoding = measuring.result()
-        self._queue.prefill = self.instances[Stage.CONTEXT].prefill = context
-        self.instances[Stage.DECODING].prefill = decoding
+        for stage, measured in measuring.result().items():
+            instance = self.instances[stage]
+            instance.prefill, instance.engine_step_s = measured.table, measured.engine_step_s
+        self._queue.prefill = self.instances[Stage.CONTEXT].prefill
 
 
 def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
@@ -246,78 +239,3 @@ def _fingerprint(
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, hashlib.blake2b).digest())
     return total.hexdigest()
-
-
-@dataclass(eq=False)
-class _Trial:
-    """The sink of a job for measurements."""
-
-    tokens_left: int
-    done: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    at_s: list[float] = field(default_factory=list)  # Time of each token.
-
-    def prefilled(self) -> None:
-        """Do nothing: the first token implies the event."""
-
-    def token(self, token_id: int) -> bool:
-        self.at_s.append(time.perf_counter())
-        self.tokens_left -= 1
-        if not self.tokens_left and not self.done.done():
-            self.done.set_result(None)
-        return self.tokens_left > 0
-
-    def failed(self, stage: Stage, cause: str) -> None:
-        if not self.done.done():
-            self.done.set_exception(
-                KvrsError(f"the {stage} stage died while it was measured: {cause}")
-            )
-
-
-async def _tables(
-    engine: RecoverableEngine, max_model_len: int
-) -> tuple[PrefillTable, PrefillTable]:
-    pages = engine.stage(Stage.CONTEXT).pages
-    longest = min(max_model_len - _WARM_UP_STEPS, pages.pages * pages.page_size_tokens)
-    times: dict[int, float] = {}
-    for at, tokens in warm_up_lengths(longest).items():
-        times[at] = statistics.median(
-            [await _prefill_s(engine, tokens) for _ in range(WARM_UP_REPEATS)]
-        )
-    trial = await _try(engine, tokens=1, produced=_WARM_UP_STEPS)
-    # The first gap includes the hand-over of blocks.
-    gaps = [after - before for before, after in itertools.pairwise(trial.at_s[1:])]
-    step_s = statistics.median(gaps)
-    log.info("measured", extra={"prefill_s": times, "step_s": step_s})
-    context = PrefillTable.from_points(
-        "measured at start through the context stage", "this instance", times
-    )
-    # Known tokens without KV are read one per step.
-    steps = [step_s, _TABLE_STEP_TOKENS * step_s]
-    return context, PrefillTable(
-        "measured at start, one decoding step a token", "this instance", _TABLE_STEP_TOKENS, steps
-    )
-
-
-async def _prefill_s(engine: RecoverableEngine, tokens: int) -> float:
-    started_s = time.perf_counter()
-    trial = await _try(engine, tokens=tokens, produced=1)
-    return trial.at_s[0] - started_s
-
-
-async def _try(engine: RecoverableEngine, *, tokens: int, produced: int) -> _Trial:
-    trial = _Trial(produced)
-    job = Job(
-        next(_WARM_UP_IDS),
-        [1 + index % 8 for index in range(tokens)],
-        produced,
-        produced == 1,
-        trial,
-    )
-    engine.begin(job)
-    try:
-        await trial.done
-    finally:
-        engine.abort(job)
-    return trial

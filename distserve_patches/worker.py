@@ -24,6 +24,10 @@ class PageWorker(PageShard, para_worker()):  # type: ignore[misc]  # A class tha
             )
         return super().init_kvcache_and_swap(num_gpu_blocks, num_cpu_blocks)
 
+    def model_s(self) -> float:
+        """Return the seconds that all steps so far have spent in the model."""
+        return float(self.execution_time)
+
     def migrate_blocks(self, *args: Any) -> None:
         """Answer when the copies are done. Upstream answers at their launch, and the context stage
         then gives away blocks that are still read.

@@ -78,6 +78,7 @@ class MeasuredPrefill(msgspec.Struct, frozen=True):
     seconds: list[Seconds]
     covered_tokens: Natural | None = None  # Longest measured length; None: all are measured.
     is_guess: bool = False  # True: not measured, but estimated from the model's size.
+    engine_step_s: Seconds = 0.0  # Engine's part of a step, beside the model; 0: not measured.
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -146,8 +147,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     own_prefill: InstanceId | None = None
     # The decode instance computes prompts within the decode call while no prefill instance is up.
     computes_prompts: bool = False
-    # Each decode call goes out together with a prefill call and waits for its KV: the instance
-    # computes no prompt itself.
+    # Each decode call waits for the KV of a prefill call that goes out with it, and computes none.
     joins_prefill: bool = False
     # Chat streams have no token ids before their end, so a chat without tools is sent as a
     # completion of the ids of its messages.

@@ -1,6 +1,7 @@
 """`Control` turns the reports of a driver into events of the policy and actions."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
+from kvrs.profiles.writing import write_profile
 from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, ModelNames, Role
 from kvrs_lab.sim.streams import Arrival, SimJournal, SimStream
 from tests.core.policy_harness import GEOMETRY, PREFILL, make_config
@@ -358,6 +360,25 @@ def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
     ]
 
     assert accepted == [catalog.prefill_table(name), None]
+
+
+@pytest.mark.parametrize(("own_s", "added_s"), [(0.0, 0.004), (0.001, 0.0)])
+def test_a_named_table_of_the_model_alone_gets_the_part_of_a_step_that_an_engine_measures(
+    tmp_path: Path, own_s: float, added_s: float
+) -> None:
+    """A profile that names an engine's part has it in its table already."""
+    profile = msgspec.structs.replace(
+        catalog.profile("opt-13b-a100-distserve-tp1"), engine_step_s=own_s
+    )
+    path = write_profile(profile, tmp_path / "named.json")
+    config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
+    config = config.model_copy(update={"profiles": ProfileSettings(prefill=str(path))})
+    instances, info = Instances(config), Driver().control.instances.known[P0].info
+    prefill = msgspec.structs.replace(info.prefill, engine_step_s=0.004)
+
+    accepted = instances.accept(instances.known[P0], msgspec.structs.replace(info, prefill=prefill))
+
+    assert accepted.prefill == catalog.prefill_table(str(path)).plus(added_s)
 
 
 def test_an_instance_has_one_record_which_its_next_process_replaces() -> None:

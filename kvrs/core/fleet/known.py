@@ -16,7 +16,7 @@ from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import UNKNOWN, Health, Member
 from kvrs.core.options.replay import REPLAY_TOKENS_MAX
 from kvrs.ids import InstanceId, NodeId
-from kvrs.profiles.catalog import prefill_table
+from kvrs.profiles.catalog import engine_step_s, prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import (
     EPOCHS_PER_START,
@@ -54,7 +54,10 @@ class Instances:
         # Decode instances compute all prompts, so no prefill instance is missing.
         self.decodes_only = config.cluster.roles == {Role.DECODE}
         # The prefill table that the settings name; an unknown name is an error at the start.
-        self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
+        name = config.profiles.prefill
+        self._table = prefill_table(name) if name else None
+        # A table of the model alone lacks the engine's part of a step, which instances measure.
+        self._lacks_engine = name is not None and not engine_step_s(name)
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
         # Identity of the first instance. All others must serve the same model: a stream continues
         # exactly only on equal weights.
@@ -221,7 +224,9 @@ class Instances:
         the settings name none, or because another instance computes its prompts, and it reads known
         tokens one per step.
         """
-        return self._table if info.own_prefill is None else None
+        if self._table is None or info.own_prefill is not None:
+            return None
+        return self._table.plus(info.prefill.engine_step_s) if self._lacks_engine else self._table
 
 
 def all_refused(instances: Instances) -> str | None:
