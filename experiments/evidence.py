@@ -1,155 +1,222 @@
-"""Tables and figures of the five seeds beside ours, with a verdict each: docs/evidence.md and
-docs/evidence.json.
+"""Tables and figures of the five papers beside ours: docs/evidence.md, its pictures and its data.
 
-python -m experiments.run_all --readme  # Also writes both anew, and marked figures in other pages.
+    python -m experiments.run_all --readme  # Writes them anew, and marked figures in other pages.
+
+A cell of the page is short; evidence.json has every comparison, its reason and its age.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from experiments import kept
-from experiments.exhibits import SEEDS, Exhibit, How
-from experiments.verdicts import MEANING
+from experiments import kept, pictures
+from experiments.exhibits import EXAMPLES, PAPERS, How, headline_of, rows_of
+from experiments.panels import Kind, Panel, Series
+from experiments.verdicts import MEANING, Verdict
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PICTURES = DOCS / "pictures"
+OVERVIEW = "rows"
+MOST_LETTERS = 100  # Of a cell.
 
-_HEADER = """# Evidence: what was published, and ours beside it
+_HEADER = """# Evidence: what five papers published, and ours beside it
 
-kvrs unites five systems, the seeds. This page lists every table and figure of their papers with the
-published figures, ours, a verdict on the two, how ours came about, and why the two differ.
-`evidence.json` beside it has the same rows. Both are made from the kept results by `python -m
-experiments.run_all --readme`; a test compares them. What a run needs, and how old its result is:
-`python -m experiments.run_all`. No paper's hardware was at hand, so ratios and orders can be
-compared, seconds cannot. Mechanisms that differ, and what is missing or weaker:
-[papers](research/papers.md).
+kvrs unites five systems. No paper's hardware was at hand, so ratios and orders can be compared,
+seconds cannot. The first claim of each paper, with the command that measures ours:
 """
 
-_VERDICTS = """
-Of several comparisons the middle one is the verdict of the row, the weaker one of two; one that
-contradicts the publication decides. A change counts as near to a published one if the ratio and the
-change are both within a fifth.
+_ROWS = """
+The rows that compare a figure of ours with a published one, by verdict and by how ours came about
+(real: timed processes of a small model; paced: real processes, engines sleep the times of a
+profile; simulated: the product's decisions in virtual time; computed: its code, without time):
 """
 
 _READING = """
-In LUMEN's rows 8x2 means that two of eight instances fail, at 6.5 requests a second for each of
-them; 4x1:7.5 is another rate. An interval is that of a mean over runs (95 %, Student).
+Of several comparisons of a row the middle one is its verdict, the weaker one of two; one that
+contradicts the publication, or is unattainable, decides. Ours are in the order of the published
+figures; an interval is that of a mean over runs (95 %, Student). `(+2)` stands for two more:
+[evidence.json](evidence.json) has all, with the reasons, the cause of each row that is not
+reproduced, and the age of each result. A dagger (†) stands at a result since which a sentinel of
+the code has moved. In LUMEN's rows 8x2 means that two of eight workers fail; `10x1:1.2` has another
+rate of a worker. Mechanisms that differ:
+[papers](research/papers.md). Rows that measure nothing, and results that miss a bar of our own, are
+in the [appendix](#appendix). `python -m experiments.run_all --readme` makes the page.
+"""
+
+_APPENDIX = """## Appendix
+
+Examples and formulas of the papers, computed by the product's code, and figures that were put in:
+nothing is measured.
 """
 
 
-_HOWS = {
-    How.REAL: "processes, sockets and computation of a small model, timed",
-    How.PACED: "real processes and transfers; engines sleep the times of a profile",
-    How.SIMULATED: "the product's decisions in virtual time",
-    How.COMPUTED: "the product's code for it; no time is measured",
-    How.MISSING: "nothing yet; the last column says what it needs",
-}
-
-
-def rows(seeds: Mapping[str, Sequence[Exhibit]] = SEEDS) -> Iterator[dict[str, str]]:
-    """Every exhibit as strings."""
-    for seed, exhibits in seeds.items():
-        for each in exhibits:
-            yield {
-                "seed": seed,
-                "exhibit": each.name,
-                "published": each.published,
-                "ours": each.ours() if each.is_filled and each.ours is not None else "-",
-                "note": each.note,
-                "verdict": each.verdict.value,
-                "grounds": each.grounds,
-                "how": (each.how if each.is_filled else How.MISSING).value,
-                "why": _why(each),
-                "experiment": each.experiment or "-",
-            }
-
-
-def _why(each: Exhibit) -> str:
-    if each.result is None or each.is_filled:
-        return each.why
-    waits = f"not run yet, needs {each.needs}" if each.needs else "not run yet"
-    return f"{waits}; {each.why}"
-
-
-def as_markdown() -> str:
-    found = list(rows())
-    parts = [_HEADER, _verdicts(found), _VERDICTS, _hows(found), _READING]
-    for seed in SEEDS:
-        parts += [f"## {seed}", _table([row for row in found if row["seed"] == seed])]
-    parts += [
-        _missed_bars(),
-    ]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _missed_bars() -> str:
-    """Every kept result whose text says that it misses a bar, shown above or not."""
-    lines = ["| result | misses |", "| --- | --- |"]
-    for text in sorted(kept.EXPERIMENTS.glob("*/results/**/*.txt")):
-        path = text.relative_to(kept.EXPERIMENTS)
-        if found := kept.misses(str(path)):
-            name = f"{path.parts[0]}/{'/'.join(path.with_suffix('').parts[2:])}"
-            link = f"[{name}](../experiments/{path.parts[0]})"
-            lines.append(f"| {link} | {'; '.join(found)} |")
-    return "\n\n".join(
-        [
-            "## Kept results that miss a bar",
-            f"{len(lines) - 2} of them. Bars that were missed by scripts that are gone: [measured "
-            "once](research/measured.md).",
-            "\n".join(lines),
-        ]
-    )
-
-
-def _verdicts(found: Sequence[Mapping[str, str]]) -> str:
-    count = Counter(row["verdict"] for row in found)
-    return "\n".join(
-        [
-            f"| verdict | of {len(found)} rows | |",
-            "| --- | --- | --- |",
-            *(f"| {verdict} | {count[verdict]} | {text} |" for verdict, text in MEANING.items()),
-        ]
-    )
-
-
-def _hows(found: Sequence[Mapping[str, str]]) -> str:
-    count = Counter(row["how"] for row in found)
-    return "\n".join(
-        [
-            "| how | rows | |",
-            "| --- | --- | --- |",
-            *(f"| {how} | {count[how]} | {text} |" for how, text in _HOWS.items()),
-            "| on a GPU | 0 | what was measured on one is no figure of a paper: "
-            "[the connector in vLLM](research/measured.md#the-connector-on-a-gpu) |",
-        ]
-    )
-
-
-def _table(found: Sequence[Mapping[str, str]]) -> str:
-    lines = [
-        "| exhibit | published | ours | verdict | how | why they differ, or what is missing | "
-        "experiment |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in found:
-        folder = row["experiment"]
-        cells = (
-            row["exhibit"],
-            row["published"],
-            row["ours"] + (f" ({row['note']})" if row["note"] else ""),
-            f"**{row['verdict']}**" + (f": {row['grounds']}" if row["grounds"] else ""),
-            row["how"],
-            row["why"],
-            folder if folder == "-" else f"[{folder}](../experiments/{folder})",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def data() -> dict[str, Any]:
+    """All of evidence.json."""
+    return {
+        "headlines": [headline_of(name) for name in PAPERS],
+        "rows": [
+            {"paper": about.title} | row for name, about in PAPERS.items() for row in rows_of(name)
+        ],
+    }
 
 
 def as_json() -> str:
-    return json.dumps(list(rows()), indent=1) + "\n"
+    return json.dumps(data(), indent=1, ensure_ascii=False) + "\n"
+
+
+def as_markdown() -> str:
+    found = data()
+    rows = found["rows"]
+    shown = [row for row in rows if not _is_example(row)]
+    parts = [
+        _HEADER,
+        _headlines(found["headlines"]),
+        _ROWS,
+        _picture(OVERVIEW, "rows by verdict and by how"),
+        _meanings(shown),
+        _READING,
+    ]
+    for name, about in PAPERS.items():
+        parts += [
+            f"## {about.title}",
+            _picture(name, f"{about.title}: published points in grey, ours in colour"),
+            _table(row for row in shown if row["paper"] == about.title),
+        ]
+    parts += [_APPENDIX, _table(filter(_is_example, rows)), _missed_bars()]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _is_example(row: Mapping[str, Any]) -> bool:
+    return row["verdict"] in EXAMPLES
+
+
+def _picture(name: str, text: str) -> str:
+    return f"![{text}](pictures/{name}.svg)"
+
+
+def _lines(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = (f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *lines])
+
+
+def _headlines(found: Iterable[Mapping[str, Any]]) -> str:
+    return _lines(
+        ("paper", "its claim", "ours", "", "command"),
+        (
+            (
+                f"[{each['paper']}](#{_anchor(each['paper'])})",
+                each["claim"],
+                "; ".join(f"{found['what']}: {found['ours']}" for found in each["compared"]),
+                f"**{each['verdict']}**",
+                f"`{each['command']}`",
+            )
+            for each in found
+        ),
+    )
+
+
+def _anchor(title: str) -> str:
+    return "".join(each for each in title.lower().replace(" ", "-") if each not in "()")
+
+
+def _meanings(shown: Sequence[Mapping[str, Any]]) -> str:
+    """The verdicts that the rows have."""
+    count = Counter(row["verdict"] for row in shown)
+    return _lines(
+        ("verdict", f"of {len(shown)} rows", ""),
+        (
+            (verdict, str(count[verdict]), text)
+            for verdict, text in MEANING.items()
+            if count[verdict]
+        ),
+    )
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> str:
+    return _lines(
+        ("exhibit", "published", "ours", "verdict", "how", ""),
+        (
+            (
+                row["exhibit"],
+                *_cells(row["compared"]),
+                f"**{row['verdict']}**{_fitted(row)}{_dagger(row)}",
+                row["how"],
+                _link(row["experiment"]),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _dagger(row: Mapping[str, Any]) -> str:
+    return " †" if "sentinel" in row["note"] else ""
+
+
+def _fitted(row: Mapping[str, Any]) -> str:
+    number = len(row["fitted"])
+    if not number or row["verdict"] != Verdict.REPRODUCED:
+        return ""
+    return f", {number} parameter{'s' if number > 1 else ''} fitted"
+
+
+def _link(folder: str) -> str:
+    return "-" if folder == "-" else f"[{folder}](../experiments/{folder})"
+
+
+def _cells(compared: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    """Published figures with their names, and ours in the same order, as many as have room."""
+    number = len(compared)
+    while (cells := _joined(compared, number)) and max(map(len, cells)) > MOST_LETTERS > number > 1:
+        number -= 1
+    return cells
+
+
+def _joined(compared: Sequence[Mapping[str, str]], number: int) -> tuple[str, str]:
+    shown = compared[:number]
+    published = "; ".join(f"{each['what']} {each['published']}" for each in shown)
+    rest = f" (+{len(compared) - number})" if number < len(compared) else ""
+    return (published or "-") + rest, "; ".join(each["ours"] for each in shown) or "-"
+
+
+def _missed_bars() -> str:
+    """Every kept result whose text says that it misses a bar of our own, shown above or not."""
+    found = []
+    for text in sorted(kept.EXPERIMENTS.glob("*/results/**/*.txt")):
+        path = text.relative_to(kept.EXPERIMENTS)
+        if missed := kept.misses(str(path)):
+            name = f"{path.parts[0]}/{'/'.join(path.with_suffix('').parts[2:])}"
+            found.append((f"[{name}](../experiments/{path})", str(len(missed))))
+    return "\n\n".join(
+        [
+            "### Kept results that miss a bar of our own",
+            f"{len(found)} of them; the text of each names its bars. Bars that were missed by\n"
+            "programs that are gone: [measured once](research/measured.md).",
+            _lines(("result", "bars missed"), found),
+        ]
+    )
+
+
+def overview() -> list[Panel]:
+    """The rows that measure something, by verdict and by how."""
+    rows = [row for name in PAPERS for row in rows_of(name) if not _is_example(row)]
+    count = Counter((row["how"], row["verdict"]) for row in rows)
+    verdicts = [each for each in MEANING if any(row["verdict"] == each for row in rows)]
+    series = [
+        Series(how, verdicts, [count[how, each] for each in verdicts], kind=Kind.BARS)
+        for how in How
+        if any(row["how"] == how for row in rows)
+    ]
+    return [Panel(f"{len(rows)} rows of five papers", "rows", "", series, stacked=True)]
+
+
+def panels() -> dict[str, list[Panel]]:
+    """All pictures of the page, by the names of their files."""
+    papers = {name: about.panels(kept.Results()) for name, about in PAPERS.items()}
+    return {OVERVIEW: overview()} | papers
 
 
 def pages() -> list[Path]:
@@ -158,9 +225,11 @@ def pages() -> list[Path]:
 
 
 def renew() -> None:
-    """Write both documents, and the marked figures of all pages."""
+    """Write the page, its data and its pictures, and the marked figures of all pages."""
     (DOCS / "evidence.md").write_text(as_markdown())
     (DOCS / "evidence.json").write_text(as_json())
+    for name, found in panels().items():
+        pictures.write(found, PICTURES / f"{name}.svg")
     for path in pages():
         before = path.read_text()
         after = kept.renewed(before)

@@ -15,6 +15,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,25 @@ _MISS = re.compile(r"\bMISSED\b|\bFAILED\b|\bmissed$")
 def kept(path: str) -> Any:
     """The figures of a kept result, by its path below experiments/."""
     return json.loads((EXPERIMENTS / path).read_text())
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The results below a folder: the kept ones, or those of a run of its own."""
+
+    root: Path = EXPERIMENTS
+
+    def has(self, path: str) -> bool:
+        return (self.root / path).exists()
+
+    def __call__(self, path: str) -> Any:
+        """The figures of a result, by its path, such as `notice/results/notice.json`."""
+        return _figures(self.root / path)
+
+
+@cache
+def _figures(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
 def runs_of(path: str) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ NOT_CODE = (
     ":!experiments/*/results/*",
     ":!experiments/sentinels/kept.json",
     ":!docs/evidence.json",
+    ":!docs/pictures/*",
 )
 # More than this share of the machine's CPU in other processes, before or during a run, and its
 # times are theirs too.

@@ -36,8 +36,7 @@ MEANING = {
     Verdict.UNDECIDED: "our interval includes no effect, or a published limit",
     Verdict.CONTRADICTED: "ours goes the other way, is beyond a published limit, or is another "
     "share",
-    Verdict.UNATTAINABLE: "the published figure contradicts the paper's own equation, which ours "
-    "keeps",
+    Verdict.UNATTAINABLE: "the published figure contradicts the paper's own equation",
     Verdict.NO_POWER: "worked, but what the setting acts on had no effect in these runs",
     Verdict.KEPT_BAR: "no figure was published; ours keeps a bar of our own",
     Verdict.MISSED_BAR: "no figure was published; ours misses a bar of our own",
@@ -115,7 +114,7 @@ class Compared:
             assert self.bar is not None, f"{self.what}: neither published nor a bar"
             keeps = high <= self.bar if self.claim is Claim.AT_MOST else low >= self.bar
             return Verdict.KEPT_BAR if keeps else Verdict.MISSED_BAR
-        if self.least is not None and self.published < self.least <= high:
+        if self.least is not None and self.published < self.least:
             return Verdict.UNATTAINABLE
         if self.claim is not Claim.EQUAL:
             return self._of_limit(self.published, low, high)
@@ -164,9 +163,13 @@ def _as(form: str, value: float, *, is_width: bool = False) -> str:
         case "share":
             return f"{value:.1%}"
         case "times":
-            return f"{value:{'.3g' if abs(value) < 1000 else ',.0f'}}x"
+            return _rounded(value) if is_width else f"{_rounded(value)}x"
         case unit:
-            return f"{value:{'.3g' if abs(value) < 1000 else ',.0f'}} {unit}"
+            return _rounded(value) if is_width else f"{_rounded(value)} {unit}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:{'.3g' if 0.01 <= abs(value) < 1000 else ',.2f' if value < 1 else ',.0f'}}"
 
 
 def change(what: str, published: float, ours: Interval) -> Compared:

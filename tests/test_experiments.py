@@ -16,17 +16,16 @@ from typing import Any
 
 import pytest
 
-from experiments import evidence, run_all
-from experiments import exhibit_figures as figures
-from experiments.exhibits import SEEDS, Exhibit, How
-from experiments.kept import kept
+from experiments import evidence, panels, pictures, run_all
+from experiments.exhibits import PAPERS, Exhibit, How, rows_of
+from experiments.kept import Results
 from experiments.kills import drill
 from experiments.kills import run as kills_run
 from experiments.programs import ALL, Experiment, Need
 from experiments.readme import figures_not_kept, shown_in
 from experiments.results import age, is_of_this_code, run_of, state
 from experiments.run_all import chosen, listing
-from experiments.verdicts import Verdict
+from experiments.verdicts import Compared
 
 pytestmark = pytest.mark.nightly
 
@@ -96,50 +95,82 @@ def test_a_combination_takes_its_own_options_alone(capsys: pytest.CaptureFixture
 
 
 def test_the_evidence_shows_the_kept_results() -> None:
-    """The page has ours beside each published figure; a row without ours says what is missing."""
-    found = list(evidence.rows())
+    """The page and its data are made of them; `python -m experiments.run_all --readme`."""
+    found = evidence.data()
 
     assert (evidence.DOCS / "evidence.md").read_text() == evidence.as_markdown()
     assert json.loads((evidence.DOCS / "evidence.json").read_text()) == found
-    assert {(row["ours"] == "-") for row in found if row["how"] == "missing"} == {True}
-    assert all(row["ours"] != "-" for row in found if row["how"] != "missing")
-    assert all(len(row["why"]) > 1 for row in found if row["published"] != "claimed, no figure")
-    folders = {row["experiment"] for row in found} - {"-"}
+    folders = {row["experiment"] for row in found["rows"]} - {"-"}
     assert folders <= {each.folder for each in ALL}
+    assert len(found["headlines"]) == 5
 
 
-def test_exhibits_of_lumen_say_whether_their_runs_had_drafts() -> None:
-    """By the drafts that the kept run's steps have verified."""
-    runs = (figures.SIMULATED, figures.SIMULATED_TEN, figures.SIMULATED_DRAFTS)
-    for exhibit in SEEDS["LUMEN"]:
-        if exhibit.result in runs:
-            drafted = any(
-                row.get("draft_steps", 0)
-                for schemes in kept(exhibit.result)["cases"].values()
-                for by_seed in schemes.values()
-                for row in by_seed.values()
-            )
-            what = "draft models" if drafted else "no draft models"
-            assert f"our kept run had {what}" in exhibit.why, exhibit.name
+def test_the_first_screen_of_the_evidence_is_short() -> None:
+    """The claims, the picture of all rows and the meaning of the verdicts; cells are short."""
+    page = evidence.as_markdown()
+    first, _, papers = page.partition("\n## ")
+
+    assert first.count("\n") <= 60
+    assert f"pictures/{evidence.OVERVIEW}.svg" in first
+    cells = [cell for line in papers.splitlines() if line[:2] == "| " for cell in line.split(" | ")]
+    assert max(map(len, cells)) <= evidence.MOST_LETTERS + 10
+
+
+@pytest.mark.parametrize("name", [evidence.OVERVIEW, *PAPERS])
+def test_a_picture_of_the_evidence_shows_the_kept_results(name: str) -> None:
+    """It names the digest of the data that it was drawn of."""
+    drawn = (evidence.PICTURES / f"{name}.svg").read_text()
+
+    assert f"data {panels.digest(evidence.panels()[name])}" in drawn
+
+
+def test_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
+    """Its date and its identifiers do not change; another point changes the digest."""
+    series = panels.Series("ours", [1, 2], [3.0, 4.0], half=[0.1, 0.2])
+    panel = panels.Panel("a", "x", "y (s)", [series])
+
+    pictures.write([panel], tmp_path / "a.svg")
+    pictures.write([panel], tmp_path / "b.svg")
+
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    moved = replace(panel, series=[replace(series, y=[3.0, 4.1])])
+    assert panels.digest([panel]) != panels.digest([moved])
+
+
+def test_a_run_of_its_own_has_rows_and_a_picture_of_what_it_measured(tmp_path: Path) -> None:
+    """Rows without a result are missing, panels without one are left out."""
+    name = "pipelines/results/table1.json"
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text((EXPERIMENTS / name).read_text())
+
+    rows = rows_of("kevlarflow", Results(tmp_path))
+    pictures.draw("kevlarflow", Results(tmp_path), tmp_path / "kevlarflow.svg")
+    pictures.draw("lumen", Results(tmp_path), tmp_path / "lumen.svg")
+
+    assert {row["exhibit"] for row in rows if row["verdict"] != "missing"} == {
+        "Table 1, figures 1, 5 to 7: three scenarios"
+    }
+    assert "Scene 3" in (tmp_path / "kevlarflow.svg").read_text()
+    assert "Scene" not in (tmp_path / "lumen.svg").read_text()
 
 
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     """Its row says so, and is filled by the first result that is kept."""
     waiting = Exhibit(
-        *("a", "1 s", How.REAL, "small", lambda: "2 s", "notice/results/none.json"),
-        judged=Verdict.CONTRADICTED,
-        because="another measure",
+        *("a", How.REAL, "small", lambda _: [Compared("TTFT", 2.0, 2.0)]),
+        result="notice/results/none.json",
     )
-    asking = replace(waiting, name="c", needs="a GPU")
-    filled = replace(asking, name="b", result="healthy_path/results/healthy_path.json")
 
-    rows = {row["exhibit"]: row for row in evidence.rows({"X": (waiting, filled, asking)})}
+    row = waiting.row()
+    asking = replace(waiting, needs="a GPU").row()
+    filled = replace(waiting, result="healthy_path/results/healthy_path.json").row()
 
-    assert rows["a"]["ours"] == "-"
-    assert (rows["a"]["how"], rows["a"]["why"]) == ("missing", "not run yet; small")
-    assert (rows["a"]["verdict"], rows["b"]["verdict"]) == ("missing", "contradicted")
-    assert (rows["b"]["ours"], rows["b"]["how"], rows["b"]["why"]) == ("2 s", "real", "small")
-    assert rows["c"]["why"] == "not run yet, needs a GPU; small"
+    assert (row["compared"], row["how"], row["verdict"]) == ([], "missing", "missing")
+    assert (row["why"], asking["why"]) == (
+        "not run yet; small",
+        "not run yet, needs a GPU; small",
+    )
+    assert (filled["verdict"], filled["how"], filled["why"]) == ("reproduced", "real", "small")
 
 
 def test_a_figure_beside_a_link_is_one_of_its_text(tmp_path: Path) -> None:

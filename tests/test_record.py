@@ -161,9 +161,10 @@ def test_a_tree_is_dirty_when_code_differs_and_not_for_results_or_markdown(tmp_p
 
     results = tmp_path / "experiments/poison/results"
     results.mkdir(parents=True)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/pictures").mkdir(parents=True)
     files = [tmp_path / "code.py", tmp_path / "README.md", results / "poison.json"]
-    files.append(tmp_path / "docs/evidence.json")  # Made from the results.
+    made = [tmp_path / "docs/evidence.json", tmp_path / "docs/pictures/rows.svg"]
+    files += made  # From the results.
     for path in files:
         path.write_text("before")
     git("init", "-q")
