@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import kept, pictures
-from experiments.exhibits import EXAMPLES, PAPERS, How, headline_of, rows_of
+from experiments.exhibits import EXAMPLES, PAPERS, How, headline_of, panels_of, rows_of
 from experiments.panels import Kind, Panel, Series
 from experiments.verdicts import MEANING, Verdict
 
@@ -215,8 +215,7 @@ def overview() -> list[Panel]:
 
 def panels() -> dict[str, list[Panel]]:
     """All pictures of the page, by the names of their files."""
-    papers = {name: about.panels(kept.Results()) for name, about in PAPERS.items()}
-    return {OVERVIEW: overview()} | papers
+    return {OVERVIEW: overview()} | {name: panels_of(name) for name in PAPERS}
 
 
 def pages() -> list[Path]:

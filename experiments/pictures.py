@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from experiments.exhibits import PAPERS
+from experiments.exhibits import panels_of
 from experiments.kept import Results
 from experiments.panels import Kind, Panel, Series, digest
 
@@ -54,7 +54,7 @@ _STYLE = {
 
 def draw(paper: str, results: Results, out: Path) -> None:
     """Write the picture of a paper, of the panels whose results there are."""
-    write(PAPERS[paper].panels(results), out)
+    write(panels_of(paper, results), out)
 
 
 def write(panels: Sequence[Panel], out: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from experiments import evidence, panels, pictures, run_all
-from experiments.exhibits import PAPERS, Exhibit, How, rows_of
+from experiments.exhibits import PAPERS, Exhibit, How, panels_of, rows_of
 from experiments.kept import Results
 from experiments.kills import drill
 from experiments.kills import run as kills_run
@@ -152,6 +152,17 @@ def test_a_run_of_its_own_has_rows_and_a_picture_of_what_it_measured(tmp_path: P
     }
     assert "Scene 3" in (tmp_path / "kevlarflow.svg").read_text()
     assert "Scene" not in (tmp_path / "lumen.svg").read_text()
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_kept_results_have_all_that_rows_and_pictures_show(paper: str) -> None:
+    """Only a run in short may lack some of it."""
+    kept = Results()
+
+    for exhibit in PAPERS[paper].exhibits:
+        if exhibit.compared and (exhibit.result is None or kept.has(exhibit.result)):
+            assert exhibit.compared(kept), exhibit.name
+    assert sum(len(each(kept)) for each in PAPERS[paper].panels) == len(panels_of(paper))
 
 
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:

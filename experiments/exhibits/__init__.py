@@ -7,6 +7,7 @@ nothing is measured has a verdict that is judged.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import ModuleType
@@ -19,6 +20,8 @@ from experiments.sentinels.history import note_for
 from experiments.verdicts import Compared, Verdict, each_of, headline, of_all
 
 KEPT = Results()
+# A run in short has not all results, cases and seeds.
+INCOMPLETE = (FileNotFoundError, LookupError, ArithmeticError, ValueError)
 
 
 class How(StrEnum):
@@ -66,13 +69,15 @@ class Exhibit:
         """Published figures and ours; empty: nothing of ours is there."""
         if self.compared is None or (self.result and not results.has(self.result)):
             return []
-        return list(self.compared(results))
+        with suppress(*INCOMPLETE):
+            return list(self.compared(results))
+        return []
 
     def verdict(self, results: Results = KEPT) -> Verdict:
         found = self.found(results)
         if not found:
             return Verdict.MISSING
-        return self.judged or of_all(found, self.power and self.power(results))
+        return self.judged or of_all(found, self.power(results) if self.power else None)
 
     @property
     def note(self) -> str:
@@ -139,12 +144,21 @@ class Paper:
     claim: str
     headline: Callable[[Results], list[Compared]]
     exhibits: tuple[Exhibit, ...]
-    panels: Callable[[Results], list[Panel]]
+    panels: tuple[Callable[[Results], list[Panel]], ...]
 
 
 def rows_of(paper: str, results: Results = KEPT) -> list[dict[str, Any]]:
     """The rows of a paper, of the kept results or of those of a run."""
     return [each.row(results) for each in PAPERS[paper].exhibits]
+
+
+def panels_of(paper: str, results: Results = KEPT) -> list[Panel]:
+    """The panels of a paper's picture, without those whose results are not there."""
+    found = []
+    for each in PAPERS[paper].panels:
+        with suppress(*INCOMPLETE):
+            found += each(results)
+    return found
 
 
 def headline_of(paper: str, results: Results = KEPT) -> dict[str, Any]:
@@ -185,7 +199,7 @@ def _paper_of(found: Mapping[str, Any], module: ModuleType) -> Paper:
         found["claim"],
         module.headline,
         tuple(_exhibit_of(row, module) for row in found["rows"]),
-        module.panels,
+        module.PANELS,
     )
 
 

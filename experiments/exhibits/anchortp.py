@@ -1,7 +1,7 @@
 """AnchorTP: its figures beside ours."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -62,7 +62,7 @@ def recovery(results: Results) -> list[Compared]:
         )
         for measure, name in (("tfs_s", "TFS"), ("ttp_s", "TTP"))
         for loss, (ours, base) in enumerate(pairs, 1)
-        if base[measure]
+        if base[measure] and ours[measure] is not None
     ]
     base_s = rows["no failure"]["total_s"]
     ours_s, restart_s = (rows[way]["total_s"] - base_s for way in (IN_PLACE, RESTART))
@@ -117,7 +117,7 @@ def degrees(measure: str, results: Results) -> list[Compared]:
             ratios = [
                 row[measure] / base[measure]
                 for base, row in zip(by_degree[before], by_degree[after], strict=True)
-                if base[measure]
+                if base[measure] and row[measure]
             ]
             ours = mean_of(ratios)
             what = f"{_name(measure)}, {before} to {after} ranks, {model}"
@@ -229,26 +229,12 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
 }
 
 
-def panels(results: Results) -> list[Panel]:
-    """Figure 5 degree by degree, Table I, and the experts of Figure 6."""
-    found: list[Panel] = []
-    if results.has(DEGREES):
-        found += [_degrees(results, measure) for measure in ("tfs_s", "ttp_s")]
-    if results.has(RECOVERY):
-        found += [_recovery(results, measure) for measure in ("tfs_s", "ttp_s")]
-    if results.has(PLANS):
-        found.append(_shares(planners(results)))
-    if results.has(EXPERTS):
-        found.append(_experts(results))
-    return found
-
-
-def _degrees(results: Results, measure: str) -> Panel:
+def _degrees(measure: str, results: Results) -> list[Panel]:
     """Seconds by the ranks that are left; the paper's two points are those of 3 and 2 ranks."""
     shown = [_table_1(model=QWEN, way="in place", measure=measure, loss=each) for each in "12"]
     series = [Series("published: in place", [3, 2], shown, None, True)]
     for model, by_degree in _by_degree(results, "what is lost").items():
-        found = [mean_of(row[measure] for row in rows) for rows in by_degree.values()]
+        found = [mean_of(row[measure] or 0.0 for row in rows) for rows in by_degree.values()]
         series.append(
             Series(
                 f"ours: {model}",
@@ -259,10 +245,10 @@ def _degrees(results: Results, measure: str) -> Panel:
         )
     name = _name(measure)
     title = f"Figure 5: {name} by ranks left"
-    return Panel(title, "ranks left", f"{name} (s)", series, falling=True)
+    return [Panel(title, "ranks left", f"{name} (s)", series, falling=True)]
 
 
-def _recovery(results: Results, measure: str) -> Panel:
+def _recovery(measure: str, results: Results) -> list[Panel]:
     """Table I as bars, at the first and at the second loss."""
     places = ["loss 1", "loss 2"]
     rows = results(RECOVERY)["rows"]
@@ -280,21 +266,21 @@ def _recovery(results: Results, measure: str) -> Panel:
         Series(
             f"ours: {way}",
             places,
-            [each[measure] for each in rows[name]["losses"]],
+            [each[measure] or 0.0 for each in rows[name]["losses"]],
             kind=Kind.BARS,
         )
         for name, way in ways
     ]
     name = _name(measure)
-    return Panel(f"Table I: {name}, 4 to 2 ranks", "", f"{name} (s)", [*shown, *ours])
+    return [Panel(f"Table I: {name}, 4 to 2 ranks", "", f"{name} (s)", [*shown, *ours])]
 
 
-def _shares(rows: Iterable[Compared]) -> Panel:
-    rows = list(rows)
+def _shares(results: Results) -> list[Panel]:
+    rows = planners(results)
     names = [row.what.split()[0] for row in rows]
     least = [100 * row.least for row in rows if row.least is not None]
     shown = [100 * row.published for row in rows if row.published is not None]
-    return Panel(
+    panel = Panel(
         "Table II: reload, 8 to 7 ranks",
         "planner",
         "of a full reload (%)",
@@ -304,13 +290,14 @@ def _shares(rows: Iterable[Compared]) -> Panel:
             Series("ours: bytes", names, [100 * row.ours for row in rows], kind=Kind.BARS),
         ],
     )
+    return [panel]
 
 
-def _experts(results: Results) -> Panel:
+def _experts(results: Results) -> list[Panel]:
     rows = experts(results)
     skews = [float(row.what.split()[-1]) for row in rows]
     cpu = experts_cpu(results) if results.has(EXPERTS_CPU) else []
-    return Panel(
+    panel = Panel(
         "Figure 6: copies of hot experts",
         "skew of the router (Zipf)",
         "throughput over none (times)",
@@ -327,3 +314,13 @@ def _experts(results: Results) -> Panel:
             ),
         ],
     )
+    return [panel]
+
+
+# Figure 5 degree by degree, Tables I and II, and the experts of Figure 6.
+PANELS = (
+    *(partial(_degrees, measure) for measure in ("tfs_s", "ttp_s")),
+    *(partial(_recovery, measure) for measure in ("tfs_s", "ttp_s")),
+    _shares,
+    _experts,
+)

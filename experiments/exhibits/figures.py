@@ -29,9 +29,14 @@ def value(paper: str, **wanted: str) -> float:
 
 
 def mean_of(values: Iterable[float]) -> Interval:
-    """Mean and interval of the figures of repeated runs."""
+    """Mean and interval of the figures of repeated runs.
+
+    Raises:
+        ValueError: there are none.
+    """
     found = interval(list(values))
-    assert found is not None
+    if found is None:
+        raise ValueError("got no values; allowed: those of one run or more")
     return found
 
 

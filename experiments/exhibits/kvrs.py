@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from experiments.exhibits.figures import half_widths, mean_of, value
 from experiments.kept import Results
@@ -142,31 +141,19 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
 }
 
 
-def panels(results: Results) -> list[Panel]:
-    """Figure 2 of the page of the paper, and its goodput under skew."""
-    found = []
-    for path, engine in ((HAND_OFF, "embedded engine"), (HAND_OFF_DISTSERVE, "DistServe")):
-        if results.has(path):
-            found.append(_crossing(results(path)["rows"], engine))
-    rates = {"embedded engine": SKEW, "DistServe": SKEW_DISTSERVE}
-    skews = {name: skew(path, results) for name, path in rates.items() if results.has(path)}
-    if skews:
-        found.append(_skew(skews))
-    return found
-
-
-def _crossing(rows: list[dict[str, Any]], engine: str) -> Panel:
+def _crossing(path: str, engine: str, results: Results) -> list[Panel]:
     """The wait at the own node and at the other one, at the case nearest to the paper's."""
     source = "Figure: crossover validation"
     service_s = _published(source=source, what="time of a request in s")
     other_s = _published(source=source, what="transfer of 1.21 GB at 25 Gbit/s in s")
-    row = next(row for row in rows if (row["tokens"], row["gbit_per_s"]) == (1475, 25.0))
+    rows = {(row["tokens"], row["gbit_per_s"]): row for row in results(path)["rows"]}
+    row = rows[1475, 25.0]
     depths = sorted(map(int, row["own_s"]))
     own = [mean_of(row["own_s"][str(depth)]) for depth in depths]
     other = mean_of(row["remote_s"])
     ends = [depths[0], depths[-1]]
     line, flat = Kind.DASHED, Kind.DASHED
-    return Panel(
+    panel = Panel(
         f"Hand-off crossing, {engine}",
         "requests that wait at the own node",
         "time to the next token (ms)",
@@ -189,33 +176,29 @@ def _crossing(rows: list[dict[str, Any]], engine: str) -> Panel:
             ),
         ],
     )
+    return [panel]
 
 
-def _skew(skews: dict[str, list[Compared]]) -> Panel:
-    rates = [
-        (f"ours: {name}", [(float(each.what.split()[-1][:-2]), each) for each in rows])
-        for name, rows in skews.items()
-    ]
-    every = [rate for _, rows in rates for rate, _ in rows]
-    first = next(each for rows in skews.values() for each in rows)
-    assert first.published is not None
-    gained = 100 * (first.published - 1)
-    return Panel(
-        "Goodput, 90 % of the load at one node",
-        "requests/s",
-        "goodput over own pair (%)",
-        [
-            Series(
-                "published: gain", [min(every), max(every)], [gained] * 2, None, True, Kind.DASHED
-            ),
-            *(
-                Series(
-                    name,
-                    [rate for rate, _ in rows],
-                    [100 * (each.ours - 1) for _, each in rows],
-                    [100 * (each.half_width or 0.0) for _, each in rows],
-                )
-                for name, rows in rates
-            ),
-        ],
-    )
+def _skew(results: Results) -> list[Panel]:
+    gained = _published(source="Figure: goodput under skew", what="goodput at 90 % skew")
+    ours = []
+    for path, engine in ((SKEW, "embedded engine"), (SKEW_DISTSERVE, "DistServe")):
+        if results.has(path):
+            rows = results(path)["rows"]
+            found = [mean_of(_gains(ways)) for ways in rows.values()]
+            gains = [100 * each.mean for each in found]
+            halves = [100 * (each.half_width or 0.0) for each in found]
+            ours.append(Series(f"ours: {engine}", [float(rate) for rate in rows], gains, halves))
+    rates = [rate for each in ours for rate in each.x]
+    ends = [min(rates), max(rates)]
+    published = Series("published: gain", ends, [100 * gained] * 2, None, True, Kind.DASHED)
+    title, unit = "Goodput, 90 % of the load at one node", "goodput over own pair (%)"
+    return [Panel(title, "requests/s", unit, [published, *ours])]
+
+
+# Figure 2 of the page of the paper, and its goodput under skew.
+PANELS = (
+    partial(_crossing, HAND_OFF, "embedded engine"),
+    partial(_crossing, HAND_OFF_DISTSERVE, "DistServe"),
+    _skew,
+)

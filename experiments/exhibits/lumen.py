@@ -3,7 +3,7 @@
 A case such as `8x2` has eight workers of which two fail; `10x1:1.2` has another rate of a worker.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -263,29 +263,13 @@ POWER = {
 }
 
 
-def panels(results: Results) -> list[Panel]:
-    """Figure 12: changes against stop-and-restart at 4 to 64 workers, and Figure 13's."""
-    found = []
-    for cases, failing in ((QUARTERS, "a quarter fails (B.4)"), (SINGLES, "one fails (B.5)")):
-        for measure, name in MEASURES.items():
-            if (cases is SINGLES and measure == "window") or measure == "hit_tpot":
-                continue  # Not published.
-            series = [_scheme(results, cases, measure, scheme) for scheme in SCHEMES]
-            shown = [each for each in series if each.x]
-            if shown:
-                grey = _published_of(cases, measure, shown)
-                title = f"{name}: {failing}"
-                found.append(
-                    Panel(
-                        title,
-                        "workers",
-                        "over stop-and-restart (%)",
-                        [*grey, *shown],
-                        log_x=True,
-                        limits=(-70, 50),
-                    )
-                )
-    return sorted(found, key=lambda panel: panel.title.split(": ")[1])
+def _sizes(failing: str, cases: tuple[str, ...], measure: str, results: Results) -> list[Panel]:
+    """Changes against stop-and-restart at 4 to 64 workers."""
+    ours = [_scheme(results, cases, measure, scheme) for scheme in SCHEMES]
+    shown = [each for each in ours if each.x]
+    series = [*_published_of(cases, measure, shown[0].x), *shown]
+    title, unit = f"{MEASURES[measure]}: {failing}", "over stop-and-restart (%)"
+    return [Panel(title, "workers", unit, series, log_x=True, limits=(-70, 50))]
 
 
 def _scheme(results: Results, cases: tuple[str, ...], measure: str, scheme: str) -> Series:
@@ -304,21 +288,27 @@ def _scheme(results: Results, cases: tuple[str, ...], measure: str, scheme: str)
     )
 
 
-def _published_of(cases: tuple[str, ...], measure: str, shown: list[Series]) -> list[Series]:
+def _published_of(
+    cases: tuple[str, ...], measure: str, workers: Sequence[float | str]
+) -> list[Series]:
     """A range for a quarter; the two ends for one failure."""
     if cases is QUARTERS:
         ends = [
             100 * _published(source=source, measure=measure)
             for source in ("Figure 12 (B.4)", "Figure 12 (B.4) at most")
         ]
-        workers = [each for series in shown for each in series.x][:2]
-        return [Series("published: LUMEN (range)", workers, ends, None, True, Kind.BAND)]
-    points = [
-        (int(row["case"].partition("x")[0]), 100 * float(row["value"]))
-        for row in published("lumen")
-        if row["source"] == "Figure 13 (B.5)" and row["measure"] == measure
+        places = [workers[0], workers[-1]]
+        return [Series("published: LUMEN (range)", places, ends, None, True, Kind.BAND)]
+    found = [
+        100 * _published(source="Figure 13 (B.5)", measure=measure, case=case)
+        for case in (SINGLES[0], SINGLES[-1])
     ]
-    if not points:
-        return []
-    xs, ys = zip(*points, strict=True)
-    return [Series("published: LUMEN (ends)", xs, ys, None, True)]
+    return [Series("published: LUMEN (ends)", [4, 64], found, None, True)]
+
+
+# Figure 12, and what is published of Figure 13.
+PANELS = (
+    *(partial(_sizes, "a quarter fails (B.4)", QUARTERS, each) for each in ("ttft", "tpot")),
+    partial(_sizes, "a quarter fails (B.4)", QUARTERS, "window"),
+    *(partial(_sizes, "one fails (B.5)", SINGLES, each) for each in ("ttft", "tpot")),
+)

@@ -263,17 +263,9 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
 }
 
 
-def panels(results: Results) -> list[Panel]:
-    """Figure 10's curves, the published ratios at their limits, and Table 3."""
-    found: list[Panel] = []
-    if results.has(CURVES):
-        of = results(CURVES)["curves"]
-        found += [_curve(of[model][stage], model, stage) for model in of for stage in of[model]]
-    if results.has(CURVES):
-        found.append(_ratios(curves(results)))
-    if results.has(IN_PLACE):
-        found.append(_ladder(results))
-    return found
+def _curves(results: Results) -> list[Panel]:
+    of = results(CURVES)["curves"]
+    return [_curve(of[model][stage], model, stage) for model in of for stage in of[model]]
 
 
 def _curve(of: dict[str, Any], model: str, stage: str) -> Panel:
@@ -295,10 +287,11 @@ def _curve(of: dict[str, Any], model: str, stage: str) -> Panel:
     return Panel(title, "throughput (1,000 tokens/s)", f"mean {name}", [limits, *series])
 
 
-def _ratios(rows: list[Compared]) -> Panel:
+def _ratios(results: Results) -> list[Panel]:
+    rows = curves(results)
     places = [_place(row.what) for row in rows]
     published = [row.published for row in rows if row.published is not None]
-    return Panel(
+    panel = Panel(
         "RaidServe TP 7 over the baseline, at the limit",
         "",
         "throughput (times)",
@@ -307,6 +300,7 @@ def _ratios(rows: list[Compared]) -> Panel:
             Series("ours", places, [row.ours for row in rows], None, kind=Kind.BARS),
         ],
     )
+    return [panel]
 
 
 def _place(what: str) -> str:
@@ -317,9 +311,9 @@ def _place(what: str) -> str:
     return f"{stage}\n{layout[:5]} {degree}\n{model.split('-')[0]}"
 
 
-def _ladder(results: Results) -> Panel:
+def _ladder(results: Results) -> list[Panel]:
     ours = {row["way"]: row["last_s"] for row in results(IN_PLACE)["rows"]}
-    return Panel(
+    panel = Panel(
         "Table 3: to the next token of all",
         "way to recover",
         "seconds",
@@ -329,3 +323,8 @@ def _ladder(results: Results) -> Panel:
         ],
         log_y=True,
     )
+    return [panel]
+
+
+# Figure 10's curves, the published ratios at their limits, and Table 3.
+PANELS = (_curves, _ratios, _ladder)
