@@ -52,6 +52,13 @@ def missing() -> str | None:
     return None
 
 
+def isolate() -> None:
+    """Move this thread, and all processes that it starts, into a network that has loopback only."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        raise NetworkError(f"unshare: {os.strerror(ctypes.get_errno())}")
+    _command("ip", "link", "set", "lo", "up")
+
+
 class Network:
     """A network from `with` to its end. While it is open, sockets of this thread are at the
     desk.

@@ -59,7 +59,7 @@ http {{
 """
 
 # Of the model of the vLLMs, for the size of its KV.
-_MODEL_CONFIG = {
+MODEL_CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -111,21 +111,24 @@ def descendants(ancestor: int) -> list[int]:
 
 
 @contextmanager
-def _started(
-    bench: Bench,
+def started(
+    directory: Path,
     name: str,
     command: Sequence[str],
     port: int,
     ready_path: str,
     *,
+    core: int | None = None,
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
-    """The process, once it answers 200; ended at the end."""
-    log = bench.directory / f"{name}.log"
+    """Start a process whose log lies in `directory`; yield it once it answers 200, and end it at
+    the end.
+    """
+    log = directory / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            pinned(bench.core, command),
+            pinned(core, command),
             stdout=output,
             stderr=output,
             cwd=cwd,
@@ -179,7 +182,7 @@ def nginx(bench: Bench) -> Iterator[Running]:
     engine = bench.engines.ports["d0"]
     config.write_text(_NGINX.format(directory=bench.directory, engine=engine, port=port))
     command = [program, "-p", str(bench.directory), "-c", str(config)]
-    with _started(bench, "nginx", command, port, "/health") as running:
+    with started(bench.directory, "nginx", command, port, "/health", core=bench.core) as running:
         yield running
 
 
@@ -199,7 +202,9 @@ def router(*, disaggregated: bool) -> Start:
             command += ["--prefill", urls["p0"], "--decode", urls["d0"]]
         else:
             command += ["--worker-urls", urls["d0"]]
-        with _started(bench, "vllm-router", command, port, "/health") as running:
+        with started(
+            bench.directory, "vllm-router", command, port, "/health", core=bench.core
+        ) as running:
             yield running
 
     return start
@@ -225,7 +230,7 @@ def kvrs(
         ports = free_ports(3 * count)
         ids = [f"proxy-{n}" for n in range(count)]
         with contextlib.ExitStack() as stack:
-            started = []
+            begun: list[Running] = []
             for n in range(count):
                 port, admin_port, peer_port = ports[3 * n : 3 * n + 3]
                 proxy = {"id": ids[n], "port": port, "admin_port": admin_port} | settings
@@ -241,20 +246,21 @@ def kvrs(
                 document = {"proxy": proxy, **_cluster(bench), **(sections or {})}
                 config.write_text(json.dumps(document))
                 running = stack.enter_context(
-                    _started(
-                        bench,
+                    started(
+                        bench.directory,
                         f"kvrs-{tree.name}-{ids[n]}",
                         [*command, "--config", str(config)],
                         port,
                         "/readyz",
+                        core=bench.core,
                         cwd=tree,
                         environment={ENV_NAME: SECRET.decode(), **(environment or {})},
                     )
                 )
                 running.admin_port = admin_port
-                started.append(running)
-            started[0].others = started[1:]
-            yield started[0]
+                begun.append(running)
+            begun[0].others = begun[1:]
+            yield begun[0]
 
     return start
 
@@ -278,7 +284,7 @@ def _cluster(bench: Bench) -> dict[str, Any]:
         return {"cluster": cluster}
     model = bench.directory / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(_MODEL_CONFIG))
+    (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
     cluster |= {"backend": "vllm", "model": str(model)}
     return {"cluster": cluster, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}}
 

@@ -1,0 +1,60 @@
+"""The comparison of experiments/beside: how it counts tokens and ends of streams."""
+
+import json
+
+import pytest
+
+from experiments.beside.streams import Difference, End, Stream, difference, wanted_of
+from kvrs_testkit.scripted_model import text_of
+
+WANTED = wanted_of(7, 6)
+
+
+def event(*ids: int, finish: str | None = None) -> bytes:
+    text = "".join(map(text_of, ids))
+    return b"data: " + json.dumps({"choices": [{"text": text, "finish_reason": finish}]}).encode()
+
+
+WHOLE = [event(*WANTED[:3]), event(*WANTED[3:], finish="length"), b"data: [DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("got", "counted"),
+    [
+        pytest.param(WANTED, Difference(0, 0, 0), id="the same"),
+        pytest.param(WANTED[:4], Difference(2, 0, 0), id="an end that is missing"),
+        pytest.param([*WANTED[:2], *WANTED[3:]], Difference(1, 0, 0), id="one is lost"),
+        pytest.param([*WANTED[:3], *WANTED[2:]], Difference(0, 1, 0), id="one comes twice"),
+        pytest.param([*WANTED[:3], 999, *WANTED[4:]], Difference(0, 0, 1), id="another one"),
+    ],
+)
+def test_tokens_are_aligned_before_they_are_counted(got: list[int], counted: Difference) -> None:
+    """A lost token makes no other one wrong, and a repeated one none lost."""
+    assert difference(got, WANTED) == counted
+
+
+@pytest.mark.parametrize(
+    ("lines", "end"),
+    [
+        pytest.param(WHOLE, End.COMPLETE, id="whole"),
+        pytest.param(WHOLE[:2], End.NO_DONE, id="without [DONE]"),
+        pytest.param([WHOLE[0], WHOLE[2]], End.NO_FINISH, id="without a finish"),
+        pytest.param(WHOLE[1:], End.WRONG, id="tokens are missing"),
+        pytest.param([b'data: {"choi', *WHOLE], End.MALFORMED, id="malformed"),
+        pytest.param(
+            [WHOLE[0], b'data: {"error": {"code": 502}}', b"data: [DONE]"],
+            End.ERROR_EVENT,
+            id="an error event",
+        ),
+    ],
+)
+async def test_an_end_is_what_the_client_learns(lines: list[bytes], end: End) -> None:
+    """A stream is complete with every token, its finish and its terminal event, and with less it
+    is not.
+    """
+    stream = Stream(WANTED, status=200)
+
+    for line in lines:
+        stream.take(line)
+
+    assert stream.end is end
