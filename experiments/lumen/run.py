@@ -161,6 +161,8 @@ def config_of(case: Case, scheme: Scheme) -> Config:
             },
             "backup": {"capacity_bytes": 160 << 30, **scheme.backup},
             "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S},
+            # The agent of a node keeps the draft's weights.
+            "state_plane": {"enabled": scheme.drafts},
             "speculation": {
                 "source": "draft" if scheme.drafts else "off",
                 "draft": DRAFT,

@@ -239,18 +239,21 @@ class SimCluster:
         if self._reload_s is not None:
             back_s = self._reload_s
         if self.draft_model is not None and isinstance(holder, SimEngine):
-            back_s = self._help(holder, self.draft_model, back_s)
+            draft = self.draft_model
+            if self.config.state_plane.enabled and not with_node:
+                draft = draft.kept
+            back_s = self._help(holder, draft, back_s)
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
 
     def _help(self, engine: SimEngine, model: SimDraftModel, back_s: float) -> float:
         """Let a restarted instance make drafts until its own model is read. Return the delay until
-        the instance is back, which includes the time to load the draft model.
+        the instance is back, which includes the time to read the draft model.
         """
         helper = SimHelper(engine.id, self.engines, model, self.config, self.clock)
         if not helper.is_wanted:
             return back_s
         helper.begin()
-        back_s += model.load_s
+        back_s += model.read_s
         self.clock.after(max(model.load_s, back_s - self._site.pace.pace.load_s), helper.end)
         return back_s
 

@@ -6,7 +6,7 @@ with a given probability, by a hash of stream and position, so runs are reproduc
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from zlib import crc32
 
@@ -33,8 +33,18 @@ _ACCEPTANCE = 0.6  # Acceptance of a configured draft model.
 @dataclass(frozen=True, slots=True)
 class SimDraftModel:
     pace: Pace  # Step times.
-    load_s: float
+    load_s: float  # Time until it makes drafts: from disk, then to the GPU.
     acceptance: float  # Probability that a draft equals the model's choice.
+
+    @property
+    def read_s(self) -> float:
+        """Time of the disk, for which the instance's own model waits."""
+        return max(0.0, self.load_s - self.pace.load_s)
+
+    @property
+    def kept(self) -> "SimDraftModel":
+        """The model with weights in the memory of the node's agent: only copied to the GPU."""
+        return replace(self, load_s=self.load_s - self.read_s)
 
     def token(self, stream: StreamId, position: int) -> int:
         chance = crc32(f"draft {stream}:{position}".encode()) / (1 << 32)

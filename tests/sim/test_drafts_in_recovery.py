@@ -10,6 +10,7 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
 from kvrs_engine.scheduling.pace import Pace
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.case import SimulateOptions, make_world
@@ -52,12 +53,16 @@ def run(
 
 
 def world_of(
-    settings: Config, draft: SimDraftModel | None, *kills: tuple[float, str], seed: int = 0
+    settings: Config,
+    draft: SimDraftModel | None,
+    *kills: tuple[float, str],
+    seed: int = 0,
+    count: int = 40,
 ) -> World:
     rows = [{"when": {"at_s": at}, "what": "kill", "whom": {"id": name}} for at, name in kills]
     return World(
         settings,
-        arrivals(),
+        arrivals(count),
         named_deaths(parse_faults(rows)),
         seed=seed,
         reload_s=8.0,
@@ -119,6 +124,33 @@ def test_a_helper_learns_each_token_also_beside_prompts() -> None:
     assert max(behind) == 0
 
 
+@pytest.mark.parametrize(
+    ("keeps", "with_node", "back_s"),
+    [
+        pytest.param(True, False, 8.0, id="the agent keeps the draft"),
+        pytest.param(False, False, 8.5, id="the draft is read first"),
+        pytest.param(True, True, 8.5, id="the agent's memory is gone too"),
+    ],
+)
+def test_a_draft_that_the_agent_keeps_delays_no_load(
+    keeps: bool, with_node: bool, back_s: float
+) -> None:
+    """An instance serves 8 s after the disk is free for its own model."""
+    settings = config()
+    state_plane = settings.state_plane.model_copy(update={"enabled": keeps})
+    settings = settings.model_copy(update={"state_plane": state_plane})
+    draft = replace(DRAFT, load_s=0.5 + DRAFT.pace.load_s)
+    world = world_of(settings, draft, (60.0, "w0"), count=80)
+    world.run_before(2.0)
+    killed, due_s = world.cluster.engines[InstanceId("w2")], world.cluster.clock.now_s + back_s
+    world.cluster.kill(killed, with_node=with_node)
+
+    world.run_before(due_s - 0.01)
+    assert not killed.alive
+    world.run_before(due_s + 0.01)
+    assert killed.alive
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 def test_drafts_are_right_as_often_as_was_asked_for(acceptance: float) -> None:
     _, world = run(config(), replace(DRAFT, acceptance=acceptance), (2.0, "w2"))
@@ -153,7 +185,7 @@ def test_the_command_simulates_drafts(tmp_path: Path) -> None:
     file.write_text(json.dumps(paced))
     given = parse_config(paced)
     options = SimulateOptions(config=file, requests=60, deaths=3)
-    world = make_world(options, given, [], seed=2)
+    world = make_world(options, given, [], seed=5)
 
     assert world.run().ended == {"complete": 60}
     assert sum(accepted(world).values()) > 0
