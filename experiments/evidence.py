@@ -22,7 +22,7 @@ PICTURES = DOCS / "pictures"
 OVERVIEW = "rows"
 MOST_LETTERS = 100  # Of a cell.
 
-_HEADER = """# Evidence: what five papers published, and ours beside it
+_HEADER = """# Evidence: five papers, and ours beside them
 
 kvrs unites five systems. No paper's hardware was at hand, so ratios and orders can be compared,
 seconds cannot. The first claim of each paper, with the command that measures ours:
@@ -105,7 +105,7 @@ def _lines(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _headlines(found: Iterable[Mapping[str, Any]]) -> str:
     return _lines(
-        ("paper", "its claim", "ours", "", "command"),
+        ("paper", "its claim", "ours", "verdict", "command"),
         (
             (
                 f"[{each['paper']}](#{_anchor(each['paper'])})",
@@ -138,7 +138,7 @@ def _meanings(shown: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(rows: Iterable[Mapping[str, Any]]) -> str:
     return _lines(
-        ("exhibit", "published", "ours", "verdict", "how", ""),
+        ("exhibit", "published", "ours", "verdict", "how", "experiment"),
         (
             (
                 row["exhibit"],

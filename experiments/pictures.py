@@ -199,6 +199,6 @@ def _stack(axes: Axes, bars: Sequence[Series], looks: dict[str, tuple[str, str]]
         inside = [f"{count:g}" if count else "" for count in counts]
         axes.bar_label(drawn, inside, label_type="center", color="white", fontsize=9)
         ends += counts
-    axes.margins(x=0.05)
+    axes.set_xlim(0, 1.03 * max(ends, default=1.0))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

@@ -163,9 +163,9 @@ def _as(form: str, value: float, *, is_width: bool = False) -> str:
         case "share":
             return f"{value:.1%}"
         case "times":
-            return _rounded(value) if is_width else f"{_rounded(value)}x"
+            return f"{value:.2g}" if is_width else f"{_rounded(value)}x"
         case unit:
-            return _rounded(value) if is_width else f"{_rounded(value)} {unit}"
+            return f"{value:.2g}" if is_width else f"{_rounded(value)} {unit}"
 
 
 def _rounded(value: float) -> str:

@@ -205,12 +205,12 @@ def headline(results: Results) -> list[Compared]:
     first_base, second_base = ways[RESTART]["losses"]
     return [
         Compared(
-            "TFS",
+            "first token",
             1 / _shown(QWEN, "tfs_s", 1),
             first_base["tfs_s"] / first["tfs_s"],
             form="times",
         ),
-        Compared("TTP", _shown(QWEN, "ttp_s", 2), second["ttp_s"] / second_base["ttp_s"]),
+        Compared("peak", _shown(QWEN, "ttp_s", 2), second["ttp_s"] / second_base["ttp_s"]),
     ]
 
 

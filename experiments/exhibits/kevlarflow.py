@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,7 @@ def headline(results: Results) -> list[Compared]:
         (scene, per_s), most = max(ratios.items(), key=lambda item: item[1])
         base, ours = (cells[f"{scene}:{per_s:g}:{way}"][key] for way in ("base", "ours"))
         found.append(Compared(name, most, base / ours, form="times"))
-    return [*found, *(recovery(results) if results.has(CAPACITY) else [])]
+    return [*found, *(replace(each, what="recovery") for each in recovery(results))]
 
 
 COMPARED: dict[str, Callable[[Results], list[Compared]]] = {

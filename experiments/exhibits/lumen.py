@@ -4,6 +4,7 @@ A case such as `8x2` has eight workers of which two fail; `10x1:1.2` has another
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -234,7 +235,11 @@ def drafts_act(results: Results) -> Compared:
 def headline(results: Results) -> list[Compared]:
     """The prototype of four workers, against stop-and-restart."""
     found = changes("Figure 6 (A.1)", PROTOTYPE, (), results)
-    return [each for each in found if not each.what.endswith("over fixed")]
+    return [
+        replace(each, what=each.what.replace(" at 4x1", ""))
+        for each in found
+        if not each.what.endswith("over fixed")
+    ]
 
 
 COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
@@ -306,9 +311,27 @@ def _published_of(
     return [Series("published: LUMEN (ends)", [4, 64], found, None, True)]
 
 
-# Figure 12, and what is published of Figure 13.
+def _time_line(results: Results) -> list[Panel]:
+    """Figure 1 in small: TTFT of one bucket of requests after the other, on processes."""
+    cases = results(PROCESSES)["cases"]["4x1"]
+    ours = {"no failure": (cases[STOP], "clean_ttft_s")}
+    ours |= {scheme: (cases[scheme], "ttft_s") for scheme in (STOP, SCHEDULED)}
+    series = []
+    for name, (runs, key) in ours.items():
+        number = min(len(run["buckets"]) for run in runs)
+        buckets = [[run["buckets"][at] for run in runs] for at in range(number)]
+        begins = [mean_of(each["from_s"] for each in bucket).mean for bucket in buckets]
+        found = [mean_of(each[key] for each in bucket) for bucket in buckets]
+        means = [each.mean for each in found]
+        series.append(Series(f"ours: {name}", begins, means, half_widths(found)))
+    title = "Figure 1 on processes: one of 4 fails"
+    return [Panel(title, "begin of a bucket of requests (s)", "mean TTFT (s)", series)]
+
+
+# Figure 12, what is published of Figure 13, and Figure 1 in small.
 PANELS = (
     *(partial(_sizes, "a quarter fails (B.4)", QUARTERS, each) for each in ("ttft", "tpot")),
     partial(_sizes, "a quarter fails (B.4)", QUARTERS, "window"),
     *(partial(_sizes, "one fails (B.5)", SINGLES, each) for each in ("ttft", "tpot")),
+    _time_line,
 )
