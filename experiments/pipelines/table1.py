@@ -99,6 +99,7 @@ def config_of(case: Case, system: str) -> Config:
             del instance["group"]
         sections["policy"]["name"] = "always_recompute"
         sections |= {"elastic": {"enabled": False}, "backup": {"mode": "off"}}
+    del sections["cluster"]
     backup = sections.pop("backup")
     sections["policy"]["admission"] = {"wait_s": 3600}
     config = parse_config(

@@ -11,7 +11,7 @@ import typer
 import kvrs.cli.options as opt
 from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
-from kvrs.config.commented import commented_yaml, shown_path
+from kvrs.config.commented import comment, commented_yaml, shown_path
 from kvrs.config.file import Config, checked, load_config, load_source
 from kvrs.config.source import leaves
 from kvrs.errors import ConfigError
@@ -66,6 +66,8 @@ def show(
         found = {"config": config, "from": {shown_path(path): origins[path] for path in origins}}
         print(json.dumps(found, indent=2))
     else:
+        if preset is not None:
+            print(*comment(preset.line), sep="\n")
         print(commented_yaml(config, origins.get).rstrip())
 
 

@@ -82,7 +82,7 @@ def load_source(
     backend: Backend | None = None,
 ) -> Source:
     """Read a YAML file without checking it, with the place of each value. `backend` replaces the
-    file's; a preset's drafts are for the embedded engine.
+    file's; a preset's drafts and ranks are for the embedded engine.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or variables name no setting.
@@ -91,7 +91,8 @@ def load_source(
     if preset is not None:
         below = read_source(preset.path)
         if (backend or source.value(("cluster", "backend"))) not in (None, Backend.EMBEDDED):
-            below.document.pop("speculation", None)
+            for section in ("speculation", "cluster"):
+                below.document.pop(section, None)
         lay_over(source, below)
     if environ is not None:
         override(source, environ, Config)

@@ -48,6 +48,13 @@ class Dispatch(StrEnum):
     LEAST_LOADED = "least_loaded"  # The instances that have the fewest streams.
 
 
+class RestoredAt(StrEnum):
+    """Choice of the instances that may restore a checkpoint."""
+
+    ANYWHERE = "anywhere"  # All instances: one of another node fetches the pages.
+    HOLDER = "holder"  # Instances of the agent's node; a victim elsewhere is recomputed (LUMEN).
+
+
 class RecoverySettings(Settings):
     wait_s: float = Field(default=30.0, ge=0, le=3600)
     """Longest wait of a stream for an instance to come up or to have room; then 503 with
@@ -86,6 +93,10 @@ class PolicySettings(Settings):
     """
     dispatch: Dispatch = Field(default=Dispatch.REBALANCE, strict=False)
     """Targets of the victims of one event: holders, rebalance (holders, evened out), least_loaded.
+    """
+    restored_at: RestoredAt = Field(default=RestoredAt.ANYWHERE, strict=False)
+    """Instances that restore a checkpoint: anywhere, holder (those of its agent's node: at another
+    one a victim is computed again, as in LUMEN).
     """
     correction_max: float = Field(default=4.0, ge=1, le=100)
     """Predictions learn from real costs, by at most this factor either way. 1: never."""

@@ -99,6 +99,8 @@ def up(
         # The end of the terminal must not end a cluster under nohup.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: upkeep.stop.set())
+    if preset is not None:
+        say(preset.line)
     with Cluster(settings, say, proxies, ray, launch) as cluster:
         for line in _addresses(cluster):
             say(line)

@@ -13,6 +13,8 @@ from kvrs.config.presets import SystemPreset
 from kvrs.config.schema import json_schema, with_commands
 from kvrs.errors import ConfigError
 
+DOCS = Path(__file__).parents[2] / "docs"
+
 
 def config(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["config", *map(str, arguments)])
@@ -58,6 +60,29 @@ def test_presets_are_valid_files_whose_values_show_their_place(preset: SystemPre
     assert shown["from"]["policy.name"].startswith(f"{preset.value}.yaml:")
     assert shown["from"]["backup.mode"].startswith(f"{preset.value}.yaml:")
     assert load_config(preset.path) != Config()
+
+
+@pytest.mark.parametrize("preset", list(SystemPreset))
+def test_a_preset_says_in_one_sentence_what_it_is(preset: SystemPreset) -> None:
+    """Its file, the command and the documentation have the same one."""
+    shown = config("show", "--preset", preset.value).stdout
+    comment = shown[: shown.index("\nproxy:")].replace("\n# ", " ")
+    page = (DOCS / "research" / "presets.md").read_text()
+
+    assert comment == f"# {preset.line}"
+    assert f"| `{preset.value}` | {preset.summary} |\n" in page
+    assert preset.summary.endswith(".")
+
+
+def test_ranks_and_drafts_of_a_preset_are_for_the_embedded_engine(tmp_path: Path) -> None:
+    """Before DistServe `raidserve` is its backup."""
+    path = tmp_path / "own.yaml"
+    path.write_text("cluster: {backend: distserve}")
+
+    for preset in (SystemPreset.RAIDSERVE, SystemPreset.LUMEN):
+        found = load_config(path, preset=preset)
+        assert found.cluster.nodes == Config().cluster.nodes
+        assert found.backup == load_config(preset.path).backup
 
 
 def test_a_file_overrides_a_preset_and_the_environment_overrides_both(

@@ -5,7 +5,7 @@ itself; and splits.
 import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.config.policy import PolicyName
+from kvrs.config.policy import PolicyName, RestoredAt
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -49,6 +49,26 @@ def test_a_victim_is_restored_on_the_node_that_keeps_its_checkpoint() -> None:
     assert record.option is Option.RESTORE
     assert restore.transfer_s == pytest.approx(0.002 + 8 * PAGE_BYTES / 26e9)
     assert restore.compute_s == pytest.approx(0.160 - 0.128)
+
+
+@pytest.mark.parametrize(
+    ("restored_at", "target", "option"),
+    [
+        (RestoredAt.ANYWHERE, "d2", Option.RESTORE),
+        (RestoredAt.HOLDER, "d2", Option.RECOMPUTE),
+        (RestoredAt.HOLDER, "d1", Option.RESTORE),
+    ],
+)
+def test_a_victim_that_is_sent_elsewhere_is_computed_again_where_the_setting_says_so(
+    restored_at: RestoredAt, target: str, option: Option
+) -> None:
+    """LUMEN restores at the holder of the checkpoint alone."""
+    harness = checkpointed(
+        "p0", "d0", target, name=PolicyName.ALWAYS_RESTORE, restored_at=restored_at
+    )
+    harness.kept("agent-n1", A=8)
+
+    assert only(harness.lose("d0", A=60), act.Recovered).option is option
 
 
 def test_within_a_node_a_measured_link_replaces_the_setting() -> None:

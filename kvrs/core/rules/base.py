@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvrs.config.policy import PolicyName
+from kvrs.config.policy import PolicyName, RestoredAt
 from kvrs.core import options
-from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
@@ -135,7 +134,7 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
             if (own := stream.holders.get(target.id)) is not None:
                 held = min(own.pages, wanted)
             if wanted and target.pulls:
-                sources = sources_of(state.view, stream, target, wanted)
+                sources = sources_of(state, stream, target, wanted)
                 # `is_used` saves the call: calls dominate the time of a decision.
                 if sources and state.slots.is_used:
                     slot_wait_s = state.slots.expected_wait_s(target.id, stream.id, now_s)
@@ -156,11 +155,12 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
     return cases
 
 
-def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -> list[KvSource]:
+def sources_of(state: State, stream: Stream, target: Member, wanted: int) -> list[KvSource]:
     """Return the instances, agents and stores that have leading pages of the history: at most
     `SOURCES_MAX`, those with the most pages.
     """
-    sources: list[KvSource] = []
+    view, sources = state.view, list[KvSource]()
+    at_holder = state.settings.policy.restored_at is RestoredAt.HOLDER
     geometry, node, page_bytes = target.info.geometry, target.node, target.page_bytes
     for holder in stream.holders.values() if target.moves_kv else ():
         member = holder.member
@@ -184,10 +184,9 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         if not checkpoint.pages or not checkpoint.is_of(target):
             continue
         if (
-            checkpoint.rows
-            and agent.node != node
+            agent.node != node
             and agent is not view.store
-            and not agent.rows.to_other_nodes
+            and (at_holder or (checkpoint.rows and not agent.rows.to_other_nodes))
         ):
             continue
         link = view.link_from(agent, node)

@@ -43,7 +43,7 @@ class Rom(Rule):
 
         prefill = prefill_for(view, target, stream)
         if target.pulls:
-            sources = sources_of(view, stream, target, usable_pages(stream, target))
+            sources = sources_of(state, stream, target, usable_pages(stream, target))
             if kept := [source for source in sources if not source.is_agent and source.pages]:
                 nearest = min(kept, key=lambda each: each.drain_s + each.pages * each.page_s)
                 migrate_from(nearest.id, by_prefill=False)

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.config.policy import PolicyName
+from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.core import rules
-from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options import base
@@ -195,12 +194,12 @@ def test_weighing_a_link_makes_no_record_of_it() -> None:
     """A link that was neither measured nor used has the assumed rate, and is not shown: in a large
     cluster there would be one for each pair of nodes.
     """
-    view = ClusterView(1e9)
+    state = State(CoreSettings(PolicySettings(assumed_link_bytes_per_s=1e9)))
     holder, target = member("p1"), member("d2")
     stream = Stream(StreamId("s"), 0, 300, 0.0)
     stream.holders[holder.id] = Holder(holder, 3)
 
-    (source,) = sources_of(view, stream, target, 3)
+    (source,) = sources_of(state, stream, target, 3)
 
     assert source.page_s == pytest.approx(target.page_bytes / 1e9)
-    assert not view.links
+    assert not state.view.links
