@@ -38,8 +38,8 @@ class Worker:
                 return
             history.append(token_after(history))
             finish = {"finish_reason": "length"} if made == tokens else {}
-            yield {"token_ids": history[-1:], **finish}
             await asyncio.sleep(self._pause_s)
+            yield {"token_ids": history[-1:], **finish}
 
 
 async def serve(model: str, pause_s: float) -> None:

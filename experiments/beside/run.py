@@ -5,7 +5,8 @@ complete, which tokens are lost, come twice or differ, and what the client learn
     python -m experiments.beside.run --out experiments/beside/results
 
 All processes run in a network of their own, since Dynamo's event sockets bind all interfaces; that
-needs root. Exit status 1: kvrs lost a stream, or showed a wrong token.
+needs root. A run goes on from what the same code has measured. Exit status 1: kvrs lost a stream,
+or showed a wrong token.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from experiments.bench_proxy.proxies import MissingError
 from experiments.beside.server import MODEL
 from experiments.beside.streams import Stream, figures_of, prompt_ids_of, prompt_of, read, wanted_of
 from experiments.beside.subjects import SUBJECTS, Front, Place, Subject
+from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs_testkit.networks import isolate
@@ -107,44 +109,39 @@ async def _trial(one: Any) -> None:
         await asyncio.sleep(0.5)
 
 
-def measured(subject: Subject, peers: Path, count: int, faults: Sequence[str]) -> dict[str, Any]:
-    """Return the runs of one proxy by fault."""
-    runs: dict[str, Any] = {}
-    for fault in faults:
-        if fault in subject.cannot:
-            runs[fault] = {"skipped": "its workers send no HTTP"}
-            continue
-        with tempfile.TemporaryDirectory(prefix="kvrs-beside-") as name:
-            place = Place(Path(name), peers, PAUSE_S)
-            try:
-                with subject.start(place) as front:
-                    runs[fault] = figures_of(asyncio.run(run_of(front, FAULTS[fault], count)))
-            except MissingError as error:
-                return {"skipped": str(error)}
-            except (BenchError, subprocess.SubprocessError) as error:
-                runs[fault] = {"failed": str(error)}
-        print(f"{subject.name}, {fault}: {runs[fault]}", flush=True)
-    return {"version": subject.version(peers), "runs": runs}
+def measured(subject: Subject, fault: str, peers: Path, count: int) -> dict[str, Any]:
+    """Return the figures of one proxy with one fault, or why there are none."""
+    if fault in subject.cannot:
+        return {"skipped": "its workers send no HTTP"}
+    with tempfile.TemporaryDirectory(prefix="kvrs-beside-") as name:
+        place = Place(Path(name), peers, PAUSE_S)
+        try:
+            with subject.start(place) as front:
+                found = figures_of(asyncio.run(run_of(front, FAULTS[fault], count)))
+        except MissingError as error:
+            return {"skipped": str(error)}
+        except (BenchError, subprocess.SubprocessError) as error:
+            return {"failed": str(error)}
+    return {"version": subject.version(peers)} | found
 
 
-def as_text(proxies: dict[str, Any]) -> str:
+def as_text(cells: dict[str, Any]) -> str:
     table = Table("proxy", "fault", "complete", "lost", "untold", "twice", "other", "other ends")
-    for name, proxy in proxies.items():
-        if "skipped" in proxy:
-            table.add_row(name, f"skipped: {proxy['skipped']}")
-            continue
-        for fault, run in proxy["runs"].items():
-            title = TITLES[fault]
-            if "complete" not in run:
-                table.add_row(name, title, *(f"{key}: {why}" for key, why in run.items()))
+    for subject in SUBJECTS:
+        for fault, title in TITLES.items():
+            cell = cells.get(f"{subject.name}:{fault}")
+            if cell is None:
                 continue
-            ends = [f"{n} {end}" for end, n in run["ends"].items() if end != "complete"]
+            if "complete" not in cell:
+                table.add_row(subject.name, title, *(f"{key}: {why}" for key, why in cell.items()))
+                continue
+            ends = [f"{n} {end}" for end, n in cell["ends"].items() if end != "complete"]
             counts = ("lost", "lost_untold", "repeated", "different")
             table.add_row(
-                f"{name} {proxy['version']}",
+                f"{subject.name} {cell['version']}",
                 title,
-                f"{run['complete']} of {run['streams']}",
-                *(str(run[f"tokens_{each}"]) for each in counts),
+                f"{cell['complete']} of {cell['streams']}",
+                *(str(cell[f"tokens_{each}"]) for each in counts),
                 ", ".join(ends),
             )
     console = Console(width=140)
@@ -153,14 +150,14 @@ def as_text(proxies: dict[str, Any]) -> str:
     return captured.get()
 
 
-def misses_of(proxies: dict[str, Any]) -> list[str]:
+def misses_of(cells: dict[str, Any]) -> list[str]:
     """The runs in which kvrs is not exact."""
-    runs = proxies.get("kvrs", {}).get("runs", {})
     counts = ("tokens_lost", "tokens_repeated", "tokens_different")
     return [
-        f"MISSED: kvrs, {TITLES[fault]}: {run}"
-        for fault, run in runs.items()
-        if run.get("complete") != run.get("streams", 0) or any(run[each] for each in counts)
+        f"MISSED: {name}: {cell}"
+        for name, cell in cells.items()
+        if name.startswith("kvrs:")
+        and (cell.get("complete") != cell.get("streams", 0) or any(cell[each] for each in counts))
     ]
 
 
@@ -171,20 +168,25 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvrs-bench"
     parser.add_argument("--peers", type=Path, default=cache, help="where peers are installed")
+    parser.add_argument("--limit-s", type=float, default=3000.0, help="the rest in another run")
     options = parser.parse_args()
     isolate()
     record = Record(timed=False)
     count = 40 if options.quick else STREAMS
-    proxies = {
-        each.name: measured(each, options.peers, count, options.faults)
+    settings = {"streams": count, "tokens": TOKENS, "struck_at": STRIKE_AT}
+    cells = Cells(options.out or Path(os.devnull), "beside", settings)
+    chosen = {
+        f"{each.name}:{fault}": partial(measured, each, fault, options.peers, count)
         for each in SUBJECTS
         if options.only is None or each.name in options.only
+        for fault in options.faults
     }
-    text = "\n".join([as_text(proxies), *misses_of(proxies)])
+    cells.measure(chosen, options.limit_s, lambda name: chosen[name]())
+    text = "\n".join([as_text(cells.found), *misses_of(cells.found)])
     print(text)
-    figures = {"streams": count, "tokens": TOKENS, "struck_at": STRIKE_AT, "proxies": proxies}
-    record.keep(options.out, "beside", figures, text)
-    return 1 if misses_of(proxies) else 0
+    if options.out is not None:
+        cells.keep(record, {}, text)
+    return 1 if misses_of(cells.found) else 0
 
 
 if __name__ == "__main__":
