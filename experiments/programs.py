@@ -133,6 +133,11 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             quick=(0.2, "simulated --seeds 1"),
             is_virtual=True,
         ),
+        _of(
+            *("load_skew", "simulated", 4, "simulated"),
+            quick=(0.3, "simulated --rates 4.2 --seeds 10"),
+            is_virtual=True,
+        ),
         _of("two_proxies", "two_proxies", 2, quick=(1, "run --streams 60 --tokens 100")),
         _of("healthy_path", "healthy_path", 2, quick=(0.6, "run --pairs 4 --seconds 4")),
         _of("crossover", "crossover", 5, quick=(1.5, "run --repeats 2")),

@@ -4,6 +4,7 @@ goodput, with 90 % of the requests at one node.
     python -m experiments.load_skew.rates                  # what fits in 15 min of 5 repeats
     python -m experiments.load_skew.rates --limit-s 280    # as many as fit
     python -m experiments.load_skew.rates --repeats 10     # five more
+    python -m experiments.load_skew.rates --rates 4.2 --repeats 20  # in one_rate.json
     python -m experiments.load_skew.rates --distserve      # servers of DistServe
 
 A premise test comes first: runs of the baseline alone, at rates between two that it halves, find
@@ -94,7 +95,7 @@ def as_text(rows: Rows, repeats: int, seconds: float) -> str:
         return f"{found.mean:+.1%}{half}"
 
     lines = [
-        f"{SHARE:.0%} of the requests at one node, {repeats} runs of {seconds:g} s each, in turns",
+        f"{SHARE:.0%} of the requests at one node, {repeats} runs of {seconds:g} s each",
         "",
         f"{'requests/s':>10}{'own_pair loses':>16}{'rom loses':>12}{'rom gains':>20}",
     ]
@@ -115,7 +116,8 @@ def main() -> int:
     add_option(parser)
     arguments = parser.parse_args()
     check_option(parser, distserve=arguments.distserve)
-    name = "distserve_rates" if arguments.distserve else "rates"
+    name = "one_rate" if len(arguments.rates) == 1 else "rates"
+    name = f"distserve_{name}" if arguments.distserve else name
     begun_s = time.monotonic()
     record = Record(arguments.seed)
     rows = kept(arguments.out / f"{name}.json", arguments.seconds, arguments.rates)

@@ -62,8 +62,8 @@ def settings(*, distserve: bool = False) -> Config:
     )
 
 
-def front_door(config: Config, node: int, handoff: Handoff) -> Config:
-    """The proxy of one node: its own prefill instance and both decode instances."""
+def behind_door(config: Config, node: int, handoff: Handoff) -> dict[str, Any]:
+    """What the proxy of one node has: its own prefill instance and both decode instances."""
     document = config.model_dump(mode="json")
     for index, other in enumerate(document["cluster"]["nodes"]):
         if index != node:
@@ -71,6 +71,11 @@ def front_door(config: Config, node: int, handoff: Handoff) -> Config:
                 instance for instance in other["instances"] if instance["role"] == "decode"
             ]
     document["policy"]["handoff"] = handoff.value
+    return document
+
+
+def front_door(config: Config, node: int, handoff: Handoff) -> Config:
+    document = behind_door(config, node, handoff)
     # The instances have their ports already.
     own = resolve_ports(parse_config({"proxy": {"port": 0, "admin_port": 0}})).proxy
     document["proxy"] |= {"port": own.port, "admin_port": own.admin_port}
