@@ -63,7 +63,7 @@ def settings(*, distserve: bool = False) -> Config:
 
 
 def behind_door(config: Config, node: int, handoff: Handoff) -> dict[str, Any]:
-    """What the proxy of one node has: its own prefill instance and both decode instances."""
+    """The configuration of one node's proxy: its own prefill instance and both decode instances."""
     document = config.model_dump(mode="json")
     for index, other in enumerate(document["cluster"]["nodes"]):
         if index != node:
