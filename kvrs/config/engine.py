@@ -34,8 +34,8 @@ class EngineSettings(BatchSettings):
     """
     disk_bytes_per_s: float | None = Field(default=None, gt=0)
     """Rate at which weights are read, also those of a draft model, which come first; with `pace`,
-    of the profile's model. null: as fast as the disk gives them. Instances of one process, or with
-    `stage_hosts` for all stages.
+    of the profile's model. Ranks of one process that read at the same time share it. null: as fast
+    as the disk gives them.
     """
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the weights of the generated model."""

@@ -53,9 +53,3 @@ def faults_of_speculation(
             "speculation.draft: missing with source 'draft'; allowed: a Hugging Face directory, or "
             "no `cluster.model`"
         )
-    ranked = [one.id for _, one in cluster.instances() if one.ranks > 1 and one.own_stages]
-    if cluster.engine.disk_bytes_per_s is not None and ranked:
-        yield (
-            f"cluster.engine.disk_bytes_per_s: instance {ranked[0]} has several ranks; allowed: "
-            f"null, or instances of one process or with stage_hosts for all stages"
-        )

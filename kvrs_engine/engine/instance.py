@@ -112,6 +112,7 @@ class LoadedModel:
             reading.begin()
             worker = RanksOnNodes(config, node.id, settings, layout, secret, epoch)
         else:
+            reading.begin()
             worker = RankGroup(directory, engine, layout, config.elastic)
         reads = layout is None or bool(settings.own_stages)  # Hosts apply the pace themselves.
         left_s = Pace(pace).load_s if reads and pace is not None else 0.0

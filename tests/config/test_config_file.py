@@ -327,19 +327,3 @@ def test_equal_configurations_have_one_digest() -> None:
     changed = parse_config({"policy": {"name": "rom", "slots_max": 31}, "slo": {"abort": True}})
 
     assert config_digest(plain) == config_digest(other) != config_digest(changed)
-
-
-def test_the_rate_of_the_disk_is_kept_by_what_reads_weights_alone() -> None:
-    """An instance of one process, or hosts of all its stages."""
-    hosts = [{"node": "n0", "port": 1}, {"node": "n0", "port": 2}]
-
-    def document(**ranks: Any) -> dict[str, Any]:
-        decode = {"id": "d0", "role": "decode", **ranks}
-        nodes = [{"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, decode]}]
-        return {"cluster": {"nodes": nodes, "engine": {"disk_bytes_per_s": 1e9}}}
-
-    parse_config(document())
-    parse_config(document(pp=2, stage_hosts=hosts))
-    for ranks in ({"tp": 2}, {"pp": 2}, {"pp": 2, "stage_hosts": hosts[1:]}):
-        (fault,) = faults_of(document(**ranks))
-        assert fault.startswith("cluster.engine.disk_bytes_per_s: instance d0 has several ranks")

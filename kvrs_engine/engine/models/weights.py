@@ -24,7 +24,7 @@ class Weights:
         Raises:
             ConfigError: there is no weight file, or the index is broken.
         """
-        self._directory, self._reading = directory, reading
+        self._directory, self.reading = directory, reading
         self._files = _files_by_tensor(directory)
         self._open: dict[Path, Any] = {}  # Open safetensors files.
         self.read_bytes = 0  # Bytes of tensors read since the start.
@@ -64,8 +64,8 @@ class Weights:
         """Return a part of a tensor, as it is stored; `place` None: the whole tensor."""
         if (path := self._files.get(name)) is None:
             raise ConfigError(f"{self._directory}: tensor {name}: missing")
-        if self._reading is not None:
-            self._reading.begin()
+        if self.reading is not None:
+            self.reading.begin()
         try:
             if path not in self._open:
                 self._open[path] = safe_open(path, framework="pt")
@@ -75,8 +75,8 @@ class Weights:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}") from None
         self.read_bytes += part.nbytes
-        if self._reading is not None:
-            self._reading.took(part.nbytes)
+        if self.reading is not None:
+            self.reading.took(part.nbytes)
         return part
 
 

@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrs.config.cluster import InstanceSettings, stage_host_id
+from kvrs.config.cluster import stage_host_id
+from kvrs.config.engine import EngineSettings
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.errors import (
     ConfigError,
@@ -44,7 +45,6 @@ from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import SocketStream
 from kvrs_engine.engine.model_config import ModelConfig
-from kvrs_engine.engine.models.reading import reading_of
 from kvrs_engine.engine.ranks.connection import StageAt
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.link import (
@@ -130,7 +130,7 @@ class StageHost:
         )
         ranks, units = layout.stages[stage].ranks, model.units_of_ranks
         own_bytes = sum(units.bytes_of(unit) for rank in ranks for unit in layout.held(rank))
-        paced_s = _load_s(directory, config, instance) * own_bytes / units.total_bytes
+        paced_s = _load_s(settings) * own_bytes / units.total_bytes
         time.sleep(max(0.0, began_s + paced_s - time.monotonic()))
         self._load_s = time.monotonic() - began_s
         hosts = {each.id: each.remote_stages[stage] for each in others}
@@ -243,12 +243,13 @@ class StageHost:
                     await self._sender.serve(link, session)
 
 
-def _load_s(directory: Path, config: Config, instance: InstanceSettings) -> float:
-    """Return the least time to load a whole model, by the disk's rate or the profile's."""
-    rate, pace = config.cluster.engine.disk_bytes_per_s, config.cluster.engine.pace
-    if rate is not None:
-        return reading_of(directory, rate, pace).expected_s
-    return 0.0 if pace is None else Pace(pace).load_s
+def _load_s(settings: EngineSettings) -> float:
+    """Return the least time to load a whole model by the profile; with a rate of the disk, ranks
+    read as long.
+    """
+    if settings.pace is None or settings.disk_bytes_per_s is not None:
+        return 0.0
+    return Pace(settings.pace).load_s
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from kvrs_engine.elastic.units import Unit
 from kvrs_engine.elastic.waiting import RankWaits
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.digests import unit_name
+from kvrs_engine.engine.models.reading import reading_of
 from kvrs_engine.engine.models.unit_blocks import UnitBlocks
 from kvrs_engine.engine.models.weights import Weights
 from kvrs_engine.engine.nursery import Nursery
@@ -91,6 +92,9 @@ class RankProcesses:
         self._directory, self._settings = directory, settings
         self._config, self._cells, self._elastic = config, cells, elastic
         self._start_yields = yields
+        # The ranks that read at the same time share the rate of the disk.
+        rate = settings.disk_bytes_per_s
+        self._disk_bytes_per_s = reading_of(directory, rate, settings.pace).bytes_per_s
         self._fetch_nice = 0  # Niceness of the newest order.
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
@@ -105,10 +109,16 @@ class RankProcesses:
         self._start_yields = False
 
     def start(
-        self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
+        self,
+        rank: int,
+        layout: Layout,
+        stage: int,
+        *,
+        proves_ahead: bool = True,
+        readers: int = 1,
     ) -> RankSeat:
         """Start a process for a rank of the stage. `proves_ahead`: prove forms for layouts after
-        losses too, which makes the start longer.
+        losses too, which makes the start longer. `readers` ranks start at the same time.
 
         Raises:
             KvrsError: the process cannot be started.
@@ -127,6 +137,7 @@ class RankProcesses:
             spreads=self._elastic.spread_heads,
             planner=self._elastic.planner,
             yields=self._start_yields,
+            bytes_per_s=self._rate_of(readers),
         )
         _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])
         return seat
@@ -189,6 +200,7 @@ class RankProcesses:
         of_targets = {
             target: list(own) for target, own in groupby(ordered, lambda move: move.target)
         }
+        readers = len({move.target for move in ordered if move.source == HOST})
         rooms = {}
         left = {rank for rank, seat in self.seats.items() if seat.has_died}
         taken: set[tuple[int, Unit]] = set()  # Units of lost ranks that are used in place.
@@ -202,7 +214,7 @@ class RankProcesses:
                     and (move.source, move.unit) not in taken
                 }
                 taken |= {(move.source, move.unit) for move in own if move.unit in there}
-                rooms[target] = self._room(epoch, target, own, there)
+                rooms[target] = self._room(epoch, target, own, there, readers)
         except KvrsError:
             self.drop_coming(epoch)
             raise
@@ -210,7 +222,12 @@ class RankProcesses:
             _order(self.seats[target], order, descriptors)
 
     def _room(
-        self, epoch: int, target: int, moves: list[Move], kept: Collection[Unit]
+        self,
+        epoch: int,
+        target: int,
+        moves: list[Move],
+        kept: Collection[Unit],
+        readers: int,
     ) -> tuple[FetchUnits, list[int]]:
         seat = self.seats[target]
         # Units in the memory of lost ranks stay in place; their descriptors come first.
@@ -253,7 +270,8 @@ class RankProcesses:
             self._coming[seat.pid, epoch, move.unit] = coming
         names = [unit_name(move.unit) for move in moves]
         known = {name: self.hashes[name] for name in names if name in self.hashes}
-        return FetchUnits(epoch, wire, known, self._fetch_nice), descriptors
+        rate = self._rate_of(readers)
+        return FetchUnits(epoch, wire, known, self._fetch_nice, rate), descriptors
 
     def _source(
         self, move: Move, sources: dict[int, int], descriptors: list[int]
@@ -363,6 +381,11 @@ class RankProcesses:
     def close(self, patience_s: float) -> None:
         for seat in self.seats.values():
             seat.close(patience_s)
+
+    def _rate_of(self, readers: int) -> float | None:
+        """Return the rate of one of several ranks that read at the same time; None: no limit."""
+        rate = self._disk_bytes_per_s
+        return None if rate is None else rate / max(1, readers)
 
     def _note(self, rank: int, found: Iterable[tuple[str, bytes]]) -> None:
         for name, leaf in found:

@@ -40,6 +40,7 @@ from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models.decoder import Decoder
 from kvrs_engine.engine.models.digests import leaves, unit_name
 from kvrs_engine.engine.models.loading import proven, read_decoder
+from kvrs_engine.engine.models.reading import WeightReading
 from kvrs_engine.engine.models.unit_blocks import UnitBlock, UnitBlocks, assemble
 from kvrs_engine.engine.models.weights import Weights
 from kvrs_engine.engine.nursery import tend
@@ -277,7 +278,7 @@ class _Loaded:
         positions = min(settings.max_model_len, self._config.max_positions)
         self._batch_tokens = settings.max_batch_tokens
         self._cells = _bytes_of(cells)
-        self._weights = Weights(directory)
+        self._weights = Weights(directory, WeightReading(0, order.bytes_per_s))
         self._unit_blocks = UnitBlocks(self._config, self._weights)
         self._blocks: dict[Unit, UnitBlock] = {}
         self._held: frozenset[Unit] = frozenset()  # Units by the layout of the last formation.
@@ -324,6 +325,8 @@ class _Loaded:
         """Fetch units, yielding an answer for each; raises ConfigError if files have changed or
         cannot be read.
         """
+        # Each order is a reading of its own: time before it is no credit.
+        self._weights.reading = WeightReading(0, order.bytes_per_s)
         try:
             for move in order.moves:
                 if self.fetching != order.epoch:

@@ -119,9 +119,9 @@ class StageRanks(ModelWorker):
         """
         processes, layout = self.processes, self.layout
         self._began_s = self._heard_s = time.monotonic()
-        for stage in self.stages:
-            for rank in layout.stages[stage].ranks:
-                processes.seats[rank] = processes.start(rank, layout, stage)
+        own = [(stage, rank) for stage in self.stages for rank in layout.stages[stage].ranks]
+        for stage, rank in own:
+            processes.seats[rank] = processes.start(rank, layout, stage, readers=len(own))
         self._collect([*processes.seats])
         loaded_s = time.monotonic()
         whole = plan(layout, layout, self.units, layout.ranks, in_pieces=False)

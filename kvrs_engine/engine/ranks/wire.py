@@ -35,6 +35,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     spreads: bool = False  # Remaining heads are spread after a loss.
     planner: Planner = "on_demand"  # `elastic.planner`.
     yields: bool = False  # Load at a lowered priority.
+    bytes_per_s: float | None = None  # Rate at which files are read; None: no limit.
 
 
 class UnitPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +65,7 @@ class FetchUnits(msgspec.Struct, frozen=True, tag="fetch"):
     moves: list[UnitMove]
     hashes: dict[str, bytes]  # Known hashes of units, by name.
     nice: int = 0  # Reduction of the priority.
+    bytes_per_s: float | None = None  # Rate at which files are read; None: no limit.
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,6 @@ from kvrs.profiles import catalog
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.random_model import write_tiny_model
-from kvrs_engine.engine.ranks import host as hosts
 from kvrs_engine.engine.ranks.host import StageHost
 from kvrs_engine.engine.ranks.nodes import RanksOnNodes
 from kvrs_engine.engine.ranks.remote import RemoteStage
@@ -186,18 +184,12 @@ def test_a_host_that_does_not_go_on_ends_the_instance(
 @pytest.mark.nightly
 @pytest.mark.parametrize("pace", [None, "llama-3.1-70b-a100-vllm-tp4"])
 def test_a_host_reads_its_part_of_the_weights_at_the_rate_of_the_disk(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, pace: str | None
+    tiny_model: Path, pace: str | None
 ) -> None:
     """With a pace, its part of that model's; a stage that is lost is predicted to take as long."""
     weights = sum(path.stat().st_size for path in tiny_model.glob("*.safetensors"))
     total = weights if pace is None else catalog.load(pace).weight_bytes
-    config = config_of(tiny_model, hosts=2, disk_bytes_per_s=total / 40.0, pace=pace)
-    now_s = [100.0]
-
-    def sleep(seconds: float) -> None:
-        now_s[0] += seconds
-
-    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    config = config_of(tiny_model, hosts=2, disk_bytes_per_s=total / 20.0, pace=pace)
 
     loads_s = []
     for stage in (0, 1):
@@ -205,5 +197,5 @@ def test_a_host_reads_its_part_of_the_weights_at_the_rate_of_the_disk(
         host.group.close()
         loads_s.append(host._load_s)
 
-    assert sum(loads_s) == pytest.approx(40.0)
-    assert min(loads_s) > 10.0
+    assert sum(loads_s) > 19.0, "the head of the file is not read"
+    assert min(loads_s) > 5.0

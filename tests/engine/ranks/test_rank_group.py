@@ -119,8 +119,8 @@ def test_a_rank_that_hangs_at_the_start_is_named_and_ends_it(
     pids: list[int] = []
     start = RankProcesses.start
 
-    def stopping(processes: RankProcesses, rank: int, *order: Any) -> RankSeat:
-        seat = start(processes, rank, *order)
+    def stopping(processes: RankProcesses, rank: int, *order: Any, **how: Any) -> RankSeat:
+        seat = start(processes, rank, *order, **how)
         pids.append(seat.pid)
         if rank == 1:
             os.kill(seat.pid, signal.SIGSTOP)
