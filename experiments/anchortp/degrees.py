@@ -1,6 +1,6 @@
 """AnchorTP's Figure 5 for dense models: an instance loses one rank after the other, and at each
 degree the time to the first token (TFS) and from there to stable throughput (TTP) is taken, with
-what the ranks have and from whole shards.
+what the ranks have and from whole shards. The load is 95 % of what the ranks that are left can do.
 
     python -m experiments.anchortp.degrees
 
@@ -46,6 +46,9 @@ KEPT, WHOLE = "what is lost", "whole shards"
 LOADER_BYTES_PER_S, PEER_BYTES_PER_S = 281.25e9 / 197.31, 56e9
 JOIN_S = 0.05
 BEFORE_S, AFTER_S = 40.0, 120.0  # Of load, and after the ranks compute again.
+LOAD = 0.95  # Of the peak of the ranks that are left.
+WARM_S, PEAK_S = 20.0, 40.0  # Of a peak: before it is measured, and measured.
+_CROWD = 1500  # Requests that come at once, so that a queue stays through the measurement.
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 512
 _GROUPS = 4  # Layers that lie alike, as one.
 _BIN_S, _FINE_S, _LONGEST_S, _NEVER_S = 1.0, 0.01, 900.0, 1e6
@@ -57,17 +60,14 @@ class DenseModel:
     shape: str
     ranks: int
     least: int  # Ranks that are left at last.
-    requests_per_s: float
 
     def units(self) -> Units:
         return grouped(SHAPES[self.shape].units(), _GROUPS)
 
 
 MODELS = {
-    "Llama-3.1-70B": DenseModel(
-        "llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B", 8, 2, 4.0
-    ),
-    "Qwen3-32B": DenseModel("qwen3-32b-h100-vllm-tp4", "Qwen/Qwen3-32B", 4, 2, 4.0),
+    "Llama-3.1-70B": DenseModel("llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B", 8, 2),
+    "Qwen3-32B": DenseModel("qwen3-32b-h100-vllm-tp4", "Qwen/Qwen3-32B", 4, 2),
 }
 
 
@@ -79,6 +79,7 @@ class Switch:
     degree: int  # Before it.
     way: str
     seed: int
+    requests_per_s: float
     read_bytes: int  # From the host, of all ranks.
     tfs_s: float
     ttp_s: float | None
@@ -124,40 +125,62 @@ def config_of(model: DenseModel) -> Config:
     )
 
 
-def play(name: str, degree: int, way: str, seed: int) -> Switch:
+def begin(model: DenseModel, degree: int, rates: LinkRates, seed: int) -> SimCluster:
+    """An instance that has so many of its ranks, and serves without load."""
+    cluster = SimCluster(
+        config_of(model),
+        seed=seed,
+        proxies=1,
+        stay_away=0.0,
+        keep_log=False,
+        rank_model=RankModel(model.units(), rates, JOIN_S, _NEVER_S, _NEVER_S),
+    )
+    cluster.begin()
+    cluster.clock.run(1.0)
+    for rank in range(model.ranks - 1, degree - 1, -1):
+        lose(cluster, rank)
+    return cluster
+
+
+def lose(cluster: SimCluster, rank: int) -> float:
+    """Lose a rank with its memory; return when the others compute again."""
+    ranks, clock = cluster.engines[HOME].ranks, cluster.clock
+    assert isinstance(ranks, SimRanks)
+    ranks.lose([rank], memory_kept=False)
+    run_until(clock, lambda: ranks.serves, _FINE_S, _LONGEST_S)
+    assert ranks.degree == rank, f"{ranks.degree} ranks are left; expected: {rank}"
+    return clock.now_s
+
+
+def peak_requests_per_s(name: str, degree: int) -> float:
+    """The most that so many ranks serve: the tokens of a queue that never ends, by the mean of a
+    request.
+    """
+    model = MODELS[name]
+    rates = LinkRates(LOADER_BYTES_PER_S, PEER_BYTES_PER_S)
+    with token_times() as tokens_s, patient(_LONGEST_S):
+        cluster = begin(model, degree, rates, 0)
+        mean_tokens = _send(cluster, _CROWD, 1e3, seed=0)
+        from_s = cluster.clock.now_s + WARM_S
+        cluster.clock.run(from_s + PEAK_S)
+        count = sum(at_s >= from_s for times_s in tokens_s.values() for at_s in times_s)
+    return count / PEAK_S / mean_tokens
+
+
+def play(name: str, degree: int, way: str, seed: int, requests_per_s: float) -> Switch:
     """The loss of one of so many ranks under load, after those before it without any. Raises
     AssertionError where an invariant of the simulator is violated.
     """
     model = MODELS[name]
     rates, read_bytes = rates_of(model, degree, way)
-    rank_model = RankModel(model.units(), rates, JOIN_S, _NEVER_S, _NEVER_S)
     with token_times() as tokens_s, patient(_LONGEST_S):
-        cluster = SimCluster(
-            config_of(model),
-            seed=seed,
-            proxies=1,
-            stay_away=0.0,
-            keep_log=False,
-            rank_model=rank_model,
-        )
-        clock, ranks = cluster.clock, cluster.engines[HOME].ranks
-        assert isinstance(ranks, SimRanks)
-        cluster.begin()
-        clock.run(1.0)
-
-        def lose(rank: int) -> float:
-            """When the others compute again."""
-            ranks.lose([rank], memory_kept=False)
-            run_until(clock, lambda: ranks.serves, _FINE_S, _LONGEST_S)
-            return clock.now_s
-
-        for rank in range(model.ranks - 1, degree - 1, -1):
-            lose(rank)
-        _send(cluster, model, seed)
+        cluster = begin(model, degree, rates, seed)
+        clock = cluster.clock
+        count = round(requests_per_s * (BEFORE_S + AFTER_S + _LONGEST_S / 4))
+        _send(cluster, count, requests_per_s, seed)
         clock.run(clock.now_s + BEFORE_S)
         lost_s = clock.now_s
-        served_s = lose(degree - 1)
-        assert ranks.degree == degree - 1, f"{ranks.degree} ranks are left of {degree}"
+        served_s = lose(cluster, degree - 1)
         clock.run(served_s + AFTER_S)
         records = [
             StreamRecord(number, 0.0, 1, 1, token_times_s=times_s)
@@ -165,14 +188,13 @@ def play(name: str, degree: int, way: str, seed: int) -> Switch:
         ]
     first_s = min(at_s for each in records for at_s in each.token_times_s if at_s >= served_s)
     ttp_s = time_to_peak_s(throughput(records, _BIN_S), _BIN_S, first_s)
-    return Switch(name, degree, way, seed, read_bytes, first_s - lost_s, ttp_s)
+    return Switch(name, degree, way, seed, requests_per_s, read_bytes, first_s - lost_s, ttp_s)
 
 
-def _send(cluster: SimCluster, model: DenseModel, seed: int) -> None:
-    """Requests with ShareGPT's lengths from now on, for longer than the run takes."""
+def _send(cluster: SimCluster, count: int, requests_per_s: float, seed: int) -> float:
+    """Send requests with ShareGPT's lengths from now on; return their mean tokens of output."""
     clock, proxy = cluster.clock, cluster.serving[0]
-    count = round(model.requests_per_s * (BEFORE_S + AFTER_S + _LONGEST_S / 4))
-    asked = replace(PRESETS["sharegpt"], requests=count, requests_per_s=model.requests_per_s)
+    asked = replace(PRESETS["sharegpt"], requests=count, requests_per_s=requests_per_s)
     trace = clip(generate(asked, seed), _PROMPT_TOKENS, _OUTPUT_TOKENS)
     from_s = clock.now_s
     for number, each in enumerate(trace.requests):
@@ -180,6 +202,7 @@ def _send(cluster: SimCluster, model: DenseModel, seed: int) -> None:
         prompt = NumberedPrompt(number, each.input_tokens)
         arrival = Arrival(from_s + each.arrival_s, prompt, each.output_tokens)
         clock.after(each.arrival_s, partial(proxy.arrive, name, arrival))
+    return fmean(each.output_tokens for each in trace.requests)
 
 
 def cells(seeds: int) -> list[tuple[str, int, str, int]]:
@@ -216,22 +239,23 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 def as_text(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "SIMULATED on the clocks of profiles, no GPU: one rank is lost with its memory under load",
-        f"ShareGPT's lengths; ranks share one loader of {LOADER_BYTES_PER_S / 1e9:.2f} GB/s, "
-        f"{PEER_BYTES_PER_S / 1e9:g} GB/s between ranks; lost KV is computed again; means of the "
-        "seeds; no process starts",
+        f"ShareGPT's lengths at {LOAD:.0%} of the peak of the ranks that are left; ranks share one "
+        f"loader of {LOADER_BYTES_PER_S / 1e9:.2f} GB/s, {PEER_BYTES_PER_S / 1e9:g} GB/s between "
+        "ranks; lost KV is computed again; means of the seeds; no process starts",
         "",
         f"{'model':16}{'ranks':10}{'requests/s':>10}"
         f"{'':4}{f'{KEPT}: GB':>18}{'TFS s':>9}{'TTP s':>9}"
-        f"{'':4}{f'{WHOLE}: GB':>18}{'TFS s':>9}{'TTP s':>9}{'TFS ratio':>12}",
+        f"{'':4}{f'{WHOLE}: GB':>18}{'TFS s':>9}{'TTP s':>9}{'TFS ratio':>12}{'least share':>13}",
     ]
-    for name, model in MODELS.items():
+    for name in MODELS:
         found = {
             (way, key): by_degree(rows, name, way, key)
             for way in (KEPT, WHOLE)
-            for key in ("read_bytes", "tfs_s", "ttp_s")
+            for key in ("requests_per_s", "read_bytes", "tfs_s", "ttp_s")
         }
         for degree in found[KEPT, "tfs_s"]:
-            line = f"{name:16}{f'{degree} to {degree - 1}':10}{model.requests_per_s:>10g}"
+            rate = found[KEPT, "requests_per_s"][degree]
+            line = f"{name:16}{f'{degree} to {degree - 1}':10}{rate:>10.1f}"
             for way in (KEPT, WHOLE):
                 ttp_s = found[way, "ttp_s"].get(degree)
                 shown = "-" if ttp_s is None else f"{ttp_s:.1f}"
@@ -239,8 +263,9 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
                     f"{'':4}{found[way, 'read_bytes'][degree] / 1e9:>18.1f}"
                     f"{found[way, 'tfs_s'][degree]:>9.1f}{shown:>9}"
                 )
-            ratio = found[WHOLE, "tfs_s"][degree] / found[KEPT, "tfs_s"][degree]
-            lines.append(f"{line}{ratio:>12.1f}")
+            # Eq. 1: of so many ranks the lost one had this share, and the others read it.
+            ratio = found[KEPT, "tfs_s"][degree] / found[WHOLE, "tfs_s"][degree]
+            lines.append(f"{line}{ratio:>12.2f}{1 / degree:>13.2f}")
     wrong = missed(rows)
     return "\n".join([*lines, "", *(["MISSED", *wrong] if wrong else ["PASSED"])])
 
@@ -252,11 +277,27 @@ def main() -> int:
     options = parser.parse_args()
     record = Record(*range(options.seeds), timed=False)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(play, *cell) for cell in cells(options.seeds)]
+        left = [
+            (name, left) for name, one in MODELS.items() for left in range(one.least, one.ranks)
+        ]
+        peaks = dict(
+            zip(left, pool.map(peak_requests_per_s, *zip(*left, strict=True)), strict=True)
+        )
+        running = [
+            pool.submit(play, name, degree, way, seed, LOAD * peaks[name, degree - 1])
+            for name, degree, way, seed in cells(options.seeds)
+        ]
         rows = [asdict(each.result()) for each in running]
     text = as_text(rows)
     print(text)
-    record.keep(options.out, NAME, {"rows": rows}, text)
+    figures = {
+        "load": LOAD,
+        "peak_requests_per_s": {
+            f"{name}, {ranks} ranks": peak for (name, ranks), peak in peaks.items()
+        },
+        "rows": rows,
+    }
+    record.keep(options.out, NAME, figures, text)
     return int(bool(missed(rows)))
 
 

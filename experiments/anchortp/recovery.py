@@ -64,6 +64,7 @@ class Load:
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
     seed: int
+    disk_bytes_per_s: float | None = None  # Rate at which weights are read, of all ranks.
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ def config_of(model: Path, ranks: int, load: Load, way: Way) -> Config:
                     "pages": load.at_once * (longest // 16 + 8),
                     "max_running": load.at_once,
                     "max_model_len": longest + 16,
+                    "disk_bytes_per_s": load.disk_bytes_per_s,
                 },
                 "nodes": [{"id": "n0", "instances": [instance]}],
             },
