@@ -144,17 +144,20 @@ def simulate(
     run_s: float = RUN_S,
     fails_s: float = FAILS_S,
     computing_share: float = COMPUTING_SHARE,
+    failures: int | None = None,
 ) -> Row:
-    """Figures of all requests. Raises AssertionError where an invariant is violated."""
+    """Figures of all requests; `failures` None: as many as the scene has. Raises AssertionError
+    where an invariant is violated.
+    """
     asked = arrivals(case.per_s, run_s, seed)
     rows = [
         {"when": {"at_s": fails_s}, "what": "kill", "whom": {"id": f"d{pipeline}", "stage": 1}}
-        for pipeline in range(case.failures)
+        for pipeline in range(case.failures if failures is None else failures)
     ]
     world = World(
         config_of(case, system),
         asked,
-        named_deaths(parse_faults(rows)),
+        named_deaths(parse_faults(rows)) if rows else [],
         seed=seed,
         reload_s=RELOAD_S,
         pipeline_model=PipelineModel(
