@@ -200,6 +200,11 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
     ),
     "raidserve": (
         _of("raidserve", "shares", 1, "shares", quick=(0.1, "shares --rounds 200")),
+        _of(
+            *("raidserve", "lengths", 1, "lengths", TRACE),
+            quick=(0.2, "lengths --samples 100"),
+            is_virtual=True,
+        ),
         _of("raidserve", "in_place", 1, "in_place", quick=(0.2, "in_place"), is_virtual=True),
         _of(
             *("raidserve", "throughput", 2, "throughput", AVAILABILITY),
@@ -224,14 +229,16 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             *("raidserve", "computed", 40, "computed --limit-s 2300"),
             quick=(4, "computed --repeats 1"),
         ),
+        _of("gpu", "attention", 5, "attention", GPU, quick=(1, "attention")),
     ),
     "anchortp": (
         _of("anchortp", "plans", 1, "plans", quick=(0.1, "plans"), is_virtual=True),
         _of("experts", "simulated", 1, "simulated", quick=(0.3, "simulated"), is_virtual=True),
         _of("experts", "degrees", 1, "degrees", quick=(0.6, "degrees"), is_virtual=True),
+        _of("experts", "fitted", 2, "fitted", quick=(2, "fitted"), is_virtual=True),
         _of(
-            *("anchortp", "degrees", 6, "degrees --jobs 2"),
-            quick=(1.5, "degrees --seeds 1 --jobs 2"),
+            *("anchortp", "degrees", 20, "degrees --jobs 2"),
+            quick=(7, "degrees --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -241,7 +248,10 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             "run --part planners",
             quick=(0.4, "run --part planners --quick"),
         ),
-        _of("anchortp", "recovery", 15, quick=(2, "run --quick --requests 16")),
+        _of(
+            *("anchortp", "recovery", 25),
+            quick=(2, "run --quick --requests 16 --disk-bytes-per-s 1e6"),
+        ),
         _of("anchortp", "in_place", 13, "in_place", quick=(1, "in_place --streams 100")),
         _of(
             *("experts", "cpu", 17, "cpu --steps 30 --seeds 3 --rows 128"),
@@ -256,6 +266,11 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         _of(
             *("pipelines", "table1", 60, "table1 --jobs 2"),
             quick=(2, "table1 --scenes 1 --rates 2 --jobs 2"),
+            is_virtual=True,
+        ),
+        _of(
+            *("pipelines", "knees", 2, "knees --jobs 2"),
+            quick=(2, "knees --jobs 2"),
             is_virtual=True,
         ),
         _of("pipelines", "capacity", 9, "capacity", quick=(1.5, "capacity --rates 2 --load-s 8")),
