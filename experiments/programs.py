@@ -358,6 +358,7 @@ OTHERS = (
     _of("checkpoint_cost", "vllm", 20, "vllm", VLLM),
     _of("gpu", "plane", 8, "plane", GPU),
     _of("beside", "beside", 25, "run", NAMESPACES),
+    _of("dynamo_cascade", "dynamo_cascade", 7, "run", NAMESPACES, TRACE),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
     _of("vllm_scheduler", "vllm_scheduler", 2, "run", VLLM),
     _of("first_minutes", "demo", 3, "demo"),

@@ -17,14 +17,15 @@ import uvloop
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime
 
+from experiments.beside.pace import Prompts, add_options
 from kvrs_testkit.scripted_model import token_after
 
 MODEL = "tiny"
 
 
 class Worker:
-    def __init__(self, pause_s: float) -> None:
-        self._pause_s = pause_s
+    def __init__(self, pause_s: float, prompts: Prompts) -> None:
+        self._pause_s, self._prompts = pause_s, prompts
         self._strikes = 0
 
     def strike(self) -> None:
@@ -32,6 +33,7 @@ class Worker:
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
         history, survived = list(request["token_ids"]), self._strikes
+        await self._prompts.compute(len(history))
         tokens = request["stop_conditions"]["max_tokens"]
         for made in range(1, tokens + 1):
             if context.is_stopped() or survived != self._strikes:
@@ -42,11 +44,11 @@ class Worker:
             yield {"token_ids": history[-1:], **finish}
 
 
-async def serve(model: str, pause_s: float) -> None:
+async def serve(model: str, pause_s: float, prompt_tokens_per_s: float) -> None:
     loop = asyncio.get_running_loop()
     runtime = DistributedRuntime(loop, "file", "tcp", event_plane="zmq")
     endpoint = runtime.endpoint("dynamo.backend.generate")
-    worker = Worker(pause_s)
+    worker = Worker(pause_s, Prompts(prompt_tokens_per_s))
     loop.add_signal_handler(signal.SIGHUP, worker.strike)
     await register_model(
         ModelInput.Tokens,
@@ -63,6 +65,6 @@ async def serve(model: str, pause_s: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--pause-s", type=float, default=0.1)
+    add_options(parser)
     options = parser.parse_args()
-    uvloop.run(serve(options.model, options.pause_s))
+    uvloop.run(serve(options.model, options.pause_s, options.prompt_tokens_per_s))

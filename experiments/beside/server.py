@@ -10,14 +10,17 @@ without `[DONE]`. SIGKILL and SIGSTOP need no code.
 
 import argparse
 import asyncio
+import math
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
 
+from experiments.beside.pace import Prompts, add_options
 from kvrs.net.routes import Request, Response
 from kvrs.protocol.openai.fields import ApiKind, rows
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
@@ -46,6 +49,7 @@ SIGNALS = {
 class SpoilingVllm(ScriptedVllm):
     strikes: int = 0
     spoiling: Spoiling | None = None
+    prompts: Prompts = field(default_factory=lambda: Prompts(math.inf))
 
     def strike(self, spoiling: Spoiling) -> None:
         self.strikes, self.spoiling = self.strikes + 1, spoiling
@@ -67,6 +71,7 @@ class SpoilingVllm(ScriptedVllm):
         position: int,
         known: list[int],
     ) -> AsyncIterator[bytes | Fault]:
+        await self.prompts.compute(len(history))
         survived = self.strikes
         async for event in super()._events(parsed, history, position, known):
             if survived == self.strikes:
@@ -86,11 +91,13 @@ class SpoilingVllm(ScriptedVllm):
                     yield Fault.EOF
 
 
-async def serve(port: int, pause_s: float) -> None:
+async def serve(port: int, pause_s: float, prompt_tokens_per_s: float) -> None:
     server = SpoilingVllm(
         f"v{port}", "n0", port=port, model=MODEL, script=VllmScript(pause_s=pause_s), adapters={}
     )
+    server.prompts = Prompts(prompt_tokens_per_s)
     await server.start()
+    server.started_s = int(time.time())  # Another one than that of the process before.
     loop = asyncio.get_running_loop()
     for number, spoiling in SIGNALS.items():
         loop.add_signal_handler(number, server.strike, spoiling)
@@ -104,6 +111,6 @@ async def serve(port: int, pause_s: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--pause-s", type=float, default=0.1)
+    add_options(parser)
     options = parser.parse_args()
-    asyncio.run(serve(options.port, options.pause_s))
+    asyncio.run(serve(options.port, options.pause_s, options.prompt_tokens_per_s))

@@ -128,9 +128,10 @@ async def read(
     body: dict[str, Any],
     stream: Stream,
     headers: dict[str, str] | None = None,
+    silence_s: float = SILENCE_S,
 ) -> None:
     """Read a stream to its end, whatever that is."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=silence_s)
     try:
         async with session.post(url, json=body, timeout=timeout, headers=headers) as answer:
             stream.status = answer.status

@@ -6,17 +6,20 @@ and a limit of silence of 5 s where there is one.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from experiments.bench_proxy.engines import SECRET, BenchError
 from experiments.bench_proxy.proxies import HERE, MODEL_CONFIG, MissingError, started
@@ -30,6 +33,12 @@ SILENCE_S = 5
 _KEY = "sk-" + "0123456789abcdef" * 4  # Of LiteLLM, which does not start without one.
 _LOOK_AGAIN_S = 0.1
 _READY_WITHIN_S = 90.0
+_MOCKED_VOCABULARY = 1 << 17
+# Their pace is about that of a token each 64 ms.
+_MOCKER = [
+    *("--model-name", MODEL, "--speedup-ratio", "0.2"),
+    *("--num-gpu-blocks-override", "8000", "--block-size", "32"),
+]
 _CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -40,14 +49,34 @@ class Place:
     directory: Path
     peers: Path  # Where peers were installed that are no part of the project.
     pause_s: float  # Between two tokens.
+    prompt_tokens_per_s: float = math.inf  # Of each worker, which computes one prompt at a time.
+
+    @property
+    def pace(self) -> list[str]:
+        """The options of a scripted worker."""
+        rate = str(self.prompt_tokens_per_s)
+        return ["--pause-s", str(self.pause_s), "--prompt-tokens-per-s", rate]
 
 
 @dataclass(slots=True)
 class Servers:
     """The processes behind a proxy."""
 
-    processes: list[subprocess.Popen[bytes]]
+    place: Place
+    commands: list[list[str]]
+    environment: dict[str, str]
     ports: list[int] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, number: int) -> subprocess.Popen[bytes]:
+        with (self.place.directory / f"server-{number}.log").open("ab") as log:
+            return subprocess.Popen(
+                self.commands[number], stdout=log, stderr=log, env=self.environment, cwd=HERE
+            )
+
+    def restart(self, number: int) -> None:
+        self.processes[number].wait()
+        self.processes[number] = self.start(number)
 
     @property
     def urls(self) -> list[str]:
@@ -76,15 +105,14 @@ class Subject:
 
 
 @contextmanager
-def _running(commands: list[list[str]], place: Place, **options: Any) -> Iterator[Servers]:
+def _running(
+    commands: list[list[str]], place: Place, environment: Mapping[str, str]
+) -> Iterator[Servers]:
     """Start the servers; end those that still run at the end."""
-    servers = Servers([])
+    servers = Servers(place, commands, dict(environment))
     try:
-        for number, command in enumerate(commands):
-            with (place.directory / f"server-{number}.log").open("wb") as log:
-                servers.processes.append(
-                    subprocess.Popen(command, stdout=log, stderr=log, **options)
-                )
+        for number in range(len(commands)):
+            servers.processes.append(servers.start(number))
         yield servers
     finally:
         for process in servers.processes:
@@ -96,8 +124,8 @@ def _running(commands: list[list[str]], place: Place, **options: Any) -> Iterato
 def _scripted(place: Place) -> Iterator[Servers]:
     ports = free_ports(SERVERS)
     module = [sys.executable, "-m", "experiments.beside.server"]
-    commands = [[*module, "--port", str(port), "--pause-s", str(place.pause_s)] for port in ports]
-    with _running(commands, place, cwd=HERE) as servers:
+    commands = [[*module, "--port", str(port), *place.pace] for port in ports]
+    with _running(commands, place, os.environ) as servers:
         servers.ports = ports
         for url in servers.urls:
             _until(partial(_answers, f"{url}/health"), f"server {url}")
@@ -245,35 +273,52 @@ def litellm(place: Place) -> Iterator[Front]:
             yield Front(f"http://127.0.0.1:{port}", servers, headers)
 
 
-@contextmanager
-def dynamo(place: Place) -> Iterator[Front]:
-    """Dynamo's frontend with migration, before three workers with the scripted tokens."""
-    python = _program(place, "dynamo", "python")
-    model = place.directory / "model"
-    model.mkdir()
-    write_dynamo_model(model)
-    environment = dynamo_environment(place.directory)
-    script = str(Path(__file__).with_name("dynamo_worker.py"))
-    command = [python, script, "--model", str(model), "--pause-s", str(place.pause_s)]
-    with _running([command] * SERVERS, place, env=environment) as servers:
-        (port,) = free_ports(1)
-        front = [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1"]
-        front += ["--http-port", str(port), "--migration-limit", "3"]
-        environment["DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"] = str(SILENCE_S)
-        with started(place.directory, "dynamo", front, port, "/health", environment=environment):
-            url = f"http://127.0.0.1:{port}"
-            _until(lambda: dynamo_workers(url) == SERVERS, "Dynamo's workers")
-            yield Front(url, servers, takes_chats=False)
+def dynamo(migrations: int = 3, *, is_mocked: bool = False) -> Start:
+    """Dynamo's frontend, before three workers with the scripted tokens, or three of its mockers,
+    whose tokens are random.
+    """
+
+    @contextmanager
+    def start(place: Place) -> Iterator[Front]:
+        python = _program(place, "dynamo", "python")
+        model = place.directory / "model"
+        model.mkdir()
+        write_dynamo_model(model, is_mocked=is_mocked)
+        environment = dynamo_environment(place.directory)
+        if is_mocked:
+            command = [python, "-m", "dynamo.mocker", "--model-path", str(model), *_MOCKER]
+        else:
+            script = str(Path(__file__).with_name("dynamo_worker.py"))
+            command = [python, script, "--model", str(model), *place.pace]
+        with _running([command] * SERVERS, place, environment) as servers:
+            (port,) = free_ports(1)
+            front = [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1"]
+            front += ["--http-port", str(port), "--migration-limit", str(migrations)]
+            environment["DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"] = str(SILENCE_S)
+            with started(
+                place.directory, "dynamo", front, port, "/health", environment=environment
+            ):
+                url = f"http://127.0.0.1:{port}"
+                _until(lambda: dynamo_workers(url) == SERVERS, "Dynamo's workers")
+                yield Front(url, servers, takes_chats=False)
+
+    return start
 
 
-def write_dynamo_model(model: Path) -> None:
-    """The files of a model directory that Dynamo's frontend reads."""
-    save_tokenizer(model)
+def write_dynamo_model(model: Path, *, is_mocked: bool = False) -> None:
+    """The files of a model directory that Dynamo's frontend reads. Mockers draw their tokens from
+    more than the scripted ones.
+    """
+    if is_mocked:
+        words = {f"w{number} ": number for number in range(_MOCKED_VOCABULARY)}
+        Tokenizer(WordLevel(words)).save(str(model / "tokenizer.json"))
+    else:
+        save_tokenizer(model)
     config = MODEL_CONFIG | {
         "architectures": ["LlamaForCausalLM"],
         "num_key_value_heads": 4,
         "intermediate_size": 64,
-        "vocab_size": 2000,
+        "vocab_size": _MOCKED_VOCABULARY if is_mocked else 2000,
         "max_position_embeddings": 131_072,
         "bos_token_id": vocabulary().end_id,
         "eos_token_id": vocabulary().end_id,
@@ -316,7 +361,7 @@ def _package(peer: str, package: str) -> Callable[[Path], str]:
 
 SUBJECTS = (
     Subject("kvrs", kvrs, lambda _: "this commit"),
-    Subject("dynamo", dynamo, _package("dynamo", "ai_dynamo"), cannot=("malformed", "fin")),
+    Subject("dynamo", dynamo(), _package("dynamo", "ai_dynamo"), cannot=("malformed", "fin")),
     Subject("vllm-router", vllm_router, _package("vllm-router", "vllm_router")),
     Subject("smg", smg, _package("smg", "smg")),
     Subject("litellm", litellm, _package("litellm", "litellm")),
