@@ -83,7 +83,7 @@ class ElasticSettings(Settings):
     """How the weights are divided anew when ranks are lost, leave or join. on_demand: a rank keeps
     what it has, and what was lost is dealt to all (RaidServe). cmm: each rank gets an even share of
     consecutive units, copied from ranks that have it and read where none has (AnchorTP's Continuous
-    Minimal Migration). Both read the same bytes, cmm copies more.
+    Minimal Migration). Both read the same bytes, cmm mostly copies more.
     """
     min_ranks: int = Field(default=1, ge=1, le=4096)
     """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most

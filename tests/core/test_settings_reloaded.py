@@ -16,6 +16,7 @@ from kvrs.config.policy import (
     PolicyName,
     PolicySettings,
     RecoverySettings,
+    RestoredAt,
     Route,
     SloSettings,
 )
@@ -34,6 +35,7 @@ OTHER = PolicySettings(
     handoff=Handoff.AUTO,
     route=Route.LOAD,
     dispatch=Dispatch.LEAST_LOADED,
+    restored_at=RestoredAt.HOLDER,
     correction_max=2.0,
     slots_max=3,
     slot_lease_s=7.0,
