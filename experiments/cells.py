@@ -14,13 +14,15 @@ from experiments.results import is_of_this_code, run_of
 
 class Cells:
     """The cells of one result by name, kept under `cells` beside the settings that they have in
-    common; `runs` has the circumstances of the runs before the last one.
+    common; `runs` has the circumstances of the runs before the last one, and `waiting` the names of
+    the cells that are left to another run.
     """
 
     def __init__(self, out: Path, name: str, settings: Mapping[str, Any]) -> None:
         """Cells of other code, of other settings and of a void run do not count."""
         self._out, self._name, self._settings = out, name, dict(settings)
         self.found: dict[str, Any] = {}
+        self._wanted: list[str] = []
         self._runs: list[Any] = []
         path = out / f"{name}.json"
         if not is_of_this_code(path):
@@ -40,7 +42,8 @@ class Cells:
         to another run.
         """
         begun_s, longest_s = time.monotonic(), 0.0
-        for name in names:
+        self._wanted = [*names]
+        for name in self._wanted:
             at_s = time.monotonic()
             if name in self.found:
                 continue
@@ -57,7 +60,8 @@ class Cells:
             tell(f"{name}: {took_s:.0f} s")
 
     def keep(self, record: Record, figures: Mapping[str, Any], text: str) -> bool:
-        """Keep the record; a void run leaves the kept result as it was. True if it is void."""
+        """Keep the record; a void run replaces no result that holds. True if it is void."""
         document = {**self._settings, **figures, "cells": self.found, "runs": self._runs}
-        is_void = record.is_void()
-        return record.keep(None if is_void else self._out, self._name, document, text)
+        if waiting := [name for name in self._wanted if name not in self.found]:
+            document["waiting"] = waiting
+        return record.keep_beside(self._out, self._name, document, text)

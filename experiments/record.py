@@ -89,6 +89,11 @@ class Record:
             _replace(out / f"{name}.txt", "\n".join([text.rstrip("\n"), "", *lines]) + "\n")
         return "void" in run
 
+    def keep_beside(self, out: Path | None, name: str, figures: dict[str, Any], text: str) -> bool:
+        """Keep the result as `keep` does, but replace no result that holds by a void one."""
+        is_spared = out is not None and self.is_void() and _holds(out / f"{name}.json")
+        return self.keep(None if is_spared else out, name, figures, text)
+
     def _watch(self) -> None:
         while True:
             time.sleep(_SAMPLE_S)
@@ -116,6 +121,11 @@ class Record:
             "others_during": round(during, 3),
         }
         return run | ({"void": "; ".join(reasons)} if reasons else {})
+
+
+def _holds(result: Path) -> bool:
+    """True if there is a result which is not void."""
+    return result.exists() and "void" not in json.loads(result.read_text()).get("run", {})
 
 
 def _replace(path: Path, text: str) -> None:
@@ -183,7 +193,11 @@ def command(arguments: list[str]) -> str:
     machine.
     """
     spec = sys.modules["__main__"].__spec__
-    words = ["python", "-m", spec.name] if spec else ["python", Path(sys.argv[0]).name]
+    words = (
+        ["python", "-m", spec.name.removesuffix(".__main__")]
+        if spec
+        else ["python", Path(sys.argv[0]).name]
+    )
     given = iter(arguments)
     for word in given:
         if word == "--out":

@@ -45,6 +45,11 @@ def is_of_this_code(result: Path, root: Path = ROOT) -> bool:
     return same_code(run_of(result)["commit"], commit_of(root), root)
 
 
+def is_whole(result: Path) -> bool:
+    """True if no part of the result is left to another run."""
+    return not json.loads(result.read_text()).get("waiting")
+
+
 def age(run: dict[str, Any], now: datetime | None = None) -> str:
     """Time since the run began, in days."""
     try:

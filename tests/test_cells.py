@@ -8,6 +8,7 @@ import pytest
 from experiments import cells as cells_module
 from experiments.cells import Cells
 from experiments.record import Record
+from experiments.results import is_whole, run_of
 
 pytestmark = pytest.mark.nightly
 
@@ -72,6 +73,15 @@ def test_a_void_run_leaves_what_is_kept(tmp_path: Path, code: dict[str, bool]) -
     assert open_at(tmp_path).found == {"a": "A"}
 
 
+def test_a_void_run_is_kept_where_there_is_no_other(tmp_path: Path, code: dict[str, bool]) -> None:
+    """It says that it is void; the next run of any kind replaces it."""
+    measured(tmp_path, "a", void="the machine was busy")
+    assert run_of(tmp_path / "result.json")["void"] == "the machine was busy"
+
+    measured(tmp_path, "b", void="the machine was busy again")
+    assert run_of(tmp_path / "result.json")["void"] == "the machine was busy again"
+
+
 def test_no_cell_is_begun_that_would_go_beyond_the_limit(
     tmp_path: Path, code: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,3 +110,6 @@ def test_a_cell_that_could_not_be_measured_is_left_to_another_run(
     cells.keep(Quiet(), {}, "text")
 
     assert open_at(tmp_path).found == {"a": "a", "c": "c"}
+    assert not is_whole(tmp_path / "result.json")
+    measured(tmp_path, "a", "b", "c")
+    assert is_whole(tmp_path / "result.json")

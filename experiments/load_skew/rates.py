@@ -142,16 +142,15 @@ def main() -> int:
     text = as_text(rows, done, arguments.seconds)
     print(text, end="")
     record.check_cpu(cpu, MOST_CPU)
-    found = {
+    found: dict[str, Any] = {
         "share": SHARE,
         "repeats": done,
         "seconds": arguments.seconds,
     }
-    is_void = record.keep(
-        None if record.is_void() else arguments.out,
-        name,
-        found | {"cpu_share": round(cpu, 3), "rows": rows},
-        text,
+    if done < arguments.repeats:
+        found["waiting"] = [f"repeat {number}" for number in range(done, arguments.repeats)]
+    is_void = record.keep_beside(
+        arguments.out, name, found | {"cpu_share": round(cpu, 3), "rows": rows}, text
     )
     return 2 if is_void else 0
 
