@@ -61,7 +61,7 @@ def world(
         for name, stage, at_s in faults
     ]
     arrivals = [
-        Arrival(0.5 + number * 0.05, tuple(range(number, number + 60)), 300)
+        Arrival(0.5 + number * 0.02, tuple(range(number, number + 60)), 300)
         for number in range(streams)
     ]
     deaths = named_deaths(parse_faults(rows)) if rows else []
