@@ -18,6 +18,7 @@ from typing import Any
 from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.forking import in_children
+from experiments.lumen.moving_window import moving_window_s
 from experiments.record import Record
 from experiments.virtual_time import NumberedPrompt
 from kvrs.config.file import Config, parse_config
@@ -86,6 +87,7 @@ class Setup:
     max_batch_tokens: int = 512
     span_s: float = 0.0
     wait_s: float = 30.0  # The longest predicted wait of a request that is not refused.
+    link_bytes_per_s: float = LINK_BYTES_PER_S
 
 
 OPT = Setup(
@@ -160,7 +162,7 @@ def config_of(case: Case, scheme: Scheme) -> Config:
                 "admission": {"wait_s": case.setup.wait_s},
             },
             "backup": {"capacity_bytes": 160 << 30, **scheme.backup},
-            "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S},
+            "transfer": {"link_bytes_per_s": case.setup.link_bytes_per_s},
             # The agent of a node keeps the draft's weights.
             "state_plane": {"enabled": scheme.drafts},
             "speculation": {
@@ -191,6 +193,7 @@ class Run:
     interrupted: set[int]
     fault_s: float
     drafts: DraftCounts
+    presence: float = 0.0  # Share of assisted decode steps of streams that had drafts.
 
 
 def world_of(case: Case, scheme: Scheme, seed: int, *, drafts: bool) -> tuple[World, float]:
@@ -244,13 +247,15 @@ def run_of(world: World, fault_s: float) -> Run:
     (proxy,) = world.cluster.proxies
     records = records_of(world.arrivals[: len(proxy.streams)], [proxy])
     recovered = (number for number, live in enumerate(proxy.streams.values()) if live.recoveries)
-    counts = DraftCounts()
+    counts, asked, given = DraftCounts(), 0, 0
     for engine in world.cluster.engines.values():
         if engine.drafts is not None:
+            asked += engine.drafts.asked
+            given += engine.drafts.given
             counts.steps += engine.drafts.counts.steps
             counts.proposed += engine.drafts.counts.proposed
             counts.accepted += engine.drafts.counts.accepted
-    return Run(records, set(recovered), fault_s, counts)
+    return Run(records, set(recovered), fault_s, counts, given / asked if asked else 0.0)
 
 
 # By instances, rate and seed: runs without a failure.
@@ -282,9 +287,9 @@ def near_ones(run: Run, setup: Setup) -> list[StreamRecord]:
 
 
 def until_it_has_closed(world: World, fault_s: float, clean: Run, setup: Setup) -> Run:
-    """The run, to the first moment at which nothing that comes can change its figures: the
-    failure-impact window has closed, and what was interrupted or came while an instance loaded has
-    ended. Where that is never so, to its end.
+    """The run, to the first moment at which nothing that comes can change its figures: both
+    failure-impact windows have closed, and what was interrupted or came while an instance loaded
+    has ended. Where that is never so, to its end.
     """
     size, arrived = bucket_size(len(clean.records)), world.arrivals
     for count in range(size, len(arrived), size):
@@ -307,10 +312,11 @@ def has_closed(run: Run, clean: Run, setup: Setup) -> Run | None:
     seen = replace(run, records=run.records[: first // size * size])
     if not all(each.completed and each.index < len(seen.records) for each in judged):
         return None
-    impact = window_of(seen, clean)[1]
+    known, impact = window_of(seen, clean)
     if impact.end_bucket is None or not all(each.completed for each in within(seen, impact)):
         return None
-    return seen
+    has_ended = moving_window_s(seen.records, clean.records, known, seen.fault_s, size)[1]
+    return seen if has_ended else None
 
 
 def within(run: Run, impact: Impact) -> list[StreamRecord]:
@@ -324,6 +330,8 @@ def within(run: Run, impact: Impact) -> list[StreamRecord]:
 def figures(run: Run, clean: Run, setup: Setup) -> Row:
     prefill = catalog.prefill_table(setup.pace)
     known, impact = window_of(run, clean)
+    size = bucket_size(len(clean.records))
+    moving = moving_window_s(run.records, clean.records, known, run.fault_s, size)
     near, in_window = near_ones(run, setup), within(run, impact)
     twins = {record.index: record for record in clean.records}
     hit = [run.records[index] for index in run.interrupted]
@@ -332,6 +340,8 @@ def figures(run: Run, clean: Run, setup: Setup) -> Row:
         "interrupted": len(run.interrupted),
         "window_s": impact.recovery_time_s,
         "is_closed": impact.end_bucket is not None or impact.first_bucket is None,
+        "moving_window_s": moving[0],
+        "moving_is_closed": moving[1],
         "ttft_s": fmean(metrics.arrival_ttft_s(record) or 0.0 for record in near),
         "clean_ttft_s": fmean(
             metrics.arrival_ttft_s(twins[record.index]) or 0.0 for record in near
@@ -343,6 +353,7 @@ def figures(run: Run, clean: Run, setup: Setup) -> Row:
         "clean_tpot_s": fmean(metrics.tpot_s(twins[record.index]) or 0.0 for record in near),
         "replay_ttft_s": fmean(known.values()),
         "draft_steps": run.drafts.steps,
+        "draft_presence": run.presence,
         "accepted_a_step": run.drafts.accepted / run.drafts.steps if run.drafts.steps else 0.0,
         "pause_s": fmean(pauses),
         "hit_tpot_s": fmean(metrics.tpot_s(record) or 0.0 for record in hit),

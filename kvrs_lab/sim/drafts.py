@@ -28,6 +28,8 @@ class SimDrafts:
     def __init__(self, depth: int, clock: Clock) -> None:
         self.assisted, self.counts = AssistedStreams(depth), DraftCounts()
         self.helper: Helper | None = None
+        # Decode steps of streams while there is a helper, and of those the steps with drafts.
+        self.asked = self.given = 0
         self._clock = clock
 
     def proposals(self, runs: Mapping[Sequence, SimRun]) -> Proposals | None:
@@ -68,7 +70,10 @@ class SimDrafts:
         produced = len(sequence.token_ids) - sequence.prompt_tokens
         # The last wanted token needs no draft behind it.
         most = min(most, call.max_tokens - produced - 1)
-        return self.assisted.propose(sequence, _GREEDY, most)
+        drafts = self.assisted.propose(sequence, _GREEDY, most)
+        self.asked += 1
+        self.given += bool(drafts)
+        return drafts
 
 
 def chosen_tokens(sequence: Sequence, chunk: Chunk) -> list[int]:

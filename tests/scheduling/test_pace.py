@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvrs.profiles import catalog
+from kvrs.profiles.tables import DecodeTable
 from kvrs_engine.scheduling.pace import Pace
 from kvrs_engine.scheduling.sequences import Chunk
 
@@ -42,6 +43,12 @@ def test_drafts_are_rows_of_a_decode_step_and_read_their_context_once() -> None:
 LLAMA = "llama-3.1-70b-a100-vllm-tp4"  # Its decode table has a knee at 128 rows.
 
 
+def llama() -> DecodeTable:
+    table = catalog.decode_table(LLAMA)
+    assert isinstance(table, DecodeTable)
+    return table
+
+
 def decodes(count: int, context_tokens: int = 1000) -> list[Chunk]:
     return [Chunk([7], context_tokens - 1, [0], logits=1) for _ in range(count)]
 
@@ -55,7 +62,7 @@ def test_decode_steps_beside_a_prompt_add_rows_and_context_to_its_pass() -> None
     decode batch, and each token of context what reading its KV costs.
     """
     pace = Pace(LLAMA)
-    _, per_context_ms, per_row_ms = catalog.decode_table(LLAMA).large_ms
+    _, per_context_ms, per_row_ms = llama().large_ms
 
     added_s = pace.batch_s([prompt(1024), *decodes(40)]) - pace.batch_s([prompt(1024)])
 
@@ -77,7 +84,7 @@ def test_drafts_are_cheap_up_to_the_knee(decoding: int, is_beyond: bool) -> None
     pace = Pace(LLAMA)
     drafted = [Chunk([7, 8, 9, 10], 999, [0], logits=4, drafts=3) for _ in range(decoding)]
     plain_s, drafted_s = pace.batch_s(decodes(decoding)), pace.batch_s(drafted)
-    table = catalog.decode_table(LLAMA)
+    table = llama()
 
     cost_ms = (drafted_s - plain_s) * 1e3 / (3 * decoding)
 

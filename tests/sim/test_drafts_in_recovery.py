@@ -12,6 +12,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs_engine.scheduling.pace import Pace
+from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.case import SimulateOptions, make_world
 from kvrs_lab.sim.cluster import Outcome
@@ -46,9 +47,13 @@ def arrivals(count: int = 40) -> list[Arrival]:
 
 
 def run(
-    settings: Config, draft: SimDraftModel | None, *kills: tuple[float, str], seed: int = 0
+    settings: Config,
+    draft: SimDraftModel | None,
+    *kills: tuple[float, str],
+    seed: int = 0,
+    asked: Sequence[Arrival] | None = None,
 ) -> tuple[Outcome, World]:
-    world = world_of(settings, draft, *kills, seed=seed)
+    world = world_of(settings, draft, *kills, seed=seed, asked=asked)
     return world.run(), world
 
 
@@ -57,12 +62,12 @@ def world_of(
     draft: SimDraftModel | None,
     *kills: tuple[float, str],
     seed: int = 0,
-    count: int = 40,
+    asked: Sequence[Arrival] | None = None,
 ) -> World:
     rows = [{"when": {"at_s": at}, "what": "kill", "whom": {"id": name}} for at, name in kills]
     return World(
         settings,
-        arrivals(count),
+        arrivals() if asked is None else asked,
         named_deaths(parse_faults(rows)),
         seed=seed,
         reload_s=8.0,
@@ -140,7 +145,7 @@ def test_a_draft_that_the_agent_keeps_delays_no_load(
     state_plane = settings.state_plane.model_copy(update={"enabled": keeps})
     settings = settings.model_copy(update={"state_plane": state_plane})
     draft = replace(DRAFT, load_s=0.5 + DRAFT.pace.load_s)
-    world = world_of(settings, draft, (60.0, "w0"), count=80)
+    world = world_of(settings, draft, (60.0, "w0"), asked=arrivals(80))
     world.run_before(2.0)
     killed, due_s = world.cluster.engines[InstanceId("w2")], world.cluster.clock.now_s + back_s
     world.cluster.kill(killed, with_node=with_node)
@@ -189,3 +194,30 @@ def test_the_command_simulates_drafts(tmp_path: Path) -> None:
 
     assert world.run().ended == {"complete": 60}
     assert sum(accepted(world).values()) > 0
+
+
+@pytest.mark.parametrize(("acceptance", "depth"), [(0.6, 4), (0.72, 2), (0.9, 4)])
+def test_drafts_are_there_as_often_as_the_helper_can_know(acceptance: float, depth: int) -> None:
+    """Drafting and verifying overlap, so the step behind a wrong draft has none: of steps whose
+    last one had drafts a^(k+1) have some again, of the others a. That is the most that a helper of
+    any speed can do.
+    """
+    settings = config()
+    speculation = settings.speculation.model_copy(update={"depth": depth})
+    settings = settings.model_copy(update={"speculation": speculation})
+    quick = replace(DRAFT, pace=Instant("llama-3.1-8b-a100-vllm-tp1"), acceptance=acceptance)
+    asked = [Arrival(0.05 * n, tuple(range(n, n + 40)), 200) for n in range(30)]
+
+    _, world = run(settings, replace(quick, load_s=0.1), (2.0, "w2"), asked=asked)
+
+    found = [each.drafts for each in world.cluster.engines.values() if each.drafts]
+    presence = sum(each.given for each in found) / sum(each.asked for each in found)
+    expected = acceptance / (1 + acceptance - acceptance ** (depth + 1))
+    assert presence == pytest.approx(expected, abs=0.04)
+
+
+class Instant(Pace):
+    def batch_s(
+        self, chunks: Sequence[Chunk], decode_batch: int = 0, context_tokens: int = 0
+    ) -> float:
+        return 1e-5
