@@ -13,11 +13,14 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, load_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, numbers_out_of_range
+from kvrs.profiles import catalog
 from kvrs_lab.faults.language import Fault, VictimRole, What, load_faults
 from kvrs_lab.report.metrics import Slo
+from kvrs_lab.sim.cluster import PACE
 from kvrs_lab.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
 from kvrs_lab.sim.first_token import FirstToken
-from kvrs_lab.sim.recovering import draft_model_of
+from kvrs_lab.sim.rank_model import PipelineModel
+from kvrs_lab.sim.recovering import draft_model_of, read_s
 from kvrs_lab.sim.streams import Arrival
 from kvrs_lab.sim.world import World
 from kvrs_lab.traces.formats import load_trace
@@ -99,15 +102,26 @@ def make_world(
                 each.ranks > 1 and each.own_stages for _, each in config.cluster.instances()
             ),
         )
+    load_s = load_s_of(config)
     return World(
         config,
         arrivals,
         deaths,
         seed=seed,
         proxies=options.proxies,
+        load_s=load_s,
+        pipeline_model=PipelineModel(load_s=load_s),
         draft_model=draft_model_of(config),
         first_token=_FIRST_TOKEN.get(config.cluster.backend, FirstToken.DECODE),
     )
+
+
+def load_s_of(config: Config) -> float:
+    """Return the time in which an instance reads the weights of its profile's model from the disk
+    and loads them. Raises ConfigError: the profile has no load time.
+    """
+    profile = config.cluster.engine.pace or PACE
+    return read_s(config, profile) + catalog.load_s(profile)
 
 
 def faults_of(options: SimulateOptions, config: Config) -> list[Fault]:

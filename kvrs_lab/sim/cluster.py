@@ -82,6 +82,7 @@ class SimCluster:
         proxies: int,
         stay_away: float,
         reload_s: float | None = None,
+        load_s: float = 0.0,
         is_supervised: bool = False,
         keep_log: bool,
         rank_model: RankModel | None = None,
@@ -90,7 +91,8 @@ class SimCluster:
         first_token: FirstToken = FirstToken.DECODE,
     ) -> None:
         """Create the processes, without starting them. `stay_away` is the probability that a killed
-        process is away for 20 s or more. `reload_s` fixes the time away. `is_supervised`: the
+        process is away for 20 s or more. `reload_s` fixes the time away. `load_s`: an instance
+        loads its weights for so much longer, unless the time away is fixed. `is_supervised`: the
         proxies learn the cause a moment after a process ends. `draft_model`: a restarted instance
         loads this model first, and drafts for another instance (`speculation.source: draft`).
         """
@@ -138,7 +140,7 @@ class SimCluster:
         self.proxies: list[SimProxy] = []  # Dead proxies included.
         self.serving = [self.new_proxy() for _ in range(proxies)]
         self._stay_away = stay_away
-        self._reload_s, self.draft_model = reload_s, draft_model
+        self._reload_s, self._load_s, self.draft_model = reload_s, load_s, draft_model
         self.outcome = Outcome()
         self.log: list[str] = []  # Events of processes, for people and for comparison.
 
@@ -231,19 +233,28 @@ class SimCluster:
             for proxy in self.serving:
                 if proxy.is_alive:
                     proxy.fleet.backend(holder.id).reset()
-        back_s = (
-            self.rng.uniform(20.0, 60.0)
-            if self.rng.random() < self._stay_away
-            else self.rng.uniform(0.2, 4.0)
-        )
-        if self._reload_s is not None:
-            back_s = self._reload_s
+        back_s = self._back_s(holder, with_node=with_node)
         if self.draft_model is not None and isinstance(holder, SimEngine):
             draft = self.draft_model
             if self.config.state_plane.enabled and not with_node:
                 draft = draft.kept
             back_s = self._help(holder, draft, back_s)
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
+
+    def _back_s(self, holder: SimHolder, *, with_node: bool) -> float:
+        """Draw the time until a killed process is back, without that of a draft model."""
+        back_s = (
+            self.rng.uniform(20.0, 60.0)
+            if self.rng.random() < self._stay_away
+            else self.rng.uniform(0.2, 4.0)
+        )
+        if self._reload_s is not None:
+            return self._reload_s
+        if not isinstance(holder, SimEngine):
+            return back_s
+        # The node's agent keeps the weights of an instance of one process.
+        is_kept = self.config.state_plane.enabled and holder.ranks is None and not with_node
+        return back_s if is_kept else back_s + self._load_s
 
     def _help(self, engine: SimEngine, model: SimDraftModel, back_s: float) -> float:
         """Let a restarted instance make drafts until its own model is read. Return the delay until

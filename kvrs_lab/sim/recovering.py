@@ -28,6 +28,8 @@ from kvrs_lab.sim.site import LATENCY_S
 _LOOK_S = 0.25  # Interval of searches for a partner, and of checks of the partner.
 _GONE = StreamId("gone")
 _ACCEPTANCE = 0.6  # Acceptance of a configured draft model.
+# Rate at which weights are read where the configuration has none: a local NVMe disk (LUMEN, 6.1).
+DISK_BYTES_PER_S = 2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def draft_model_of(config: Config) -> SimDraftModel | None:
     Raises:
         ConfigError: no profile has the times of the draft model.
     """
-    speculation, disk_bytes_per_s = config.speculation, config.cluster.engine.disk_bytes_per_s
+    speculation = config.speculation
     if speculation.source is not DraftSourceName.DRAFT:
         return None
     if (name := speculation.pace) is None:
@@ -65,9 +67,16 @@ def draft_model_of(config: Config) -> SimDraftModel | None:
             "speculation.pace: null with source 'draft'; allowed in a simulation: the name of a "
             "profile"
         )
-    read_s = catalog.load(name).weight_bytes / disk_bytes_per_s if disk_bytes_per_s else 0.0
     pace = Pace(name)
-    return SimDraftModel(pace, read_s + pace.load_s, _ACCEPTANCE)
+    return SimDraftModel(pace, read_s(config, name) + pace.load_s, _ACCEPTANCE)
+
+
+def read_s(config: Config, profile: str) -> float:
+    """Return the time in which the weights of a profile's model are read from the disk. Raises
+    ConfigError: the profile does not have their bytes.
+    """
+    bytes_per_s = config.cluster.engine.disk_bytes_per_s or DISK_BYTES_PER_S
+    return catalog.load(profile).weight_bytes / bytes_per_s
 
 
 class SimHelper:
