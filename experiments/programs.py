@@ -189,6 +189,12 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             is_virtual=True,
         ),
         _of(
+            *("lumen", "prototype", 60, "paper --exhibits A.1 A.3 A.4 --jobs 2"),
+            quick=(2, "paper --exhibits A.1 --seeds 1 --jobs 2"),
+            is_virtual=True,
+        ),
+        _of("lumen", "fit", 10, "fit", is_virtual=True),
+        _of(
             "lumen",
             "recovery",
             60,

@@ -1,4 +1,4 @@
-"""LUMEN's experiments at the paper's operating point: what the fitted factor does, and which
+"""LUMEN's experiments at the paper's operating points: what the fitted parameters do, and which
 requests are in the window.
 """
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lumen.paper import EXHIBITS, VARIANTS, as_text, cell_of, slowed
+from experiments.lumen.clocks import slowed
+from experiments.lumen.fit import sought
+from experiments.lumen.operating_points import QWEN_14B, prototype, simulator
+from experiments.lumen.paper import EXHIBITS, VARIANTS, as_text, cell_of
 from experiments.lumen.run import (
     LLAMA,
     OPT,
@@ -31,12 +34,44 @@ from kvrs_lab.traces.records import StreamRecord
 pytestmark = pytest.mark.nightly
 
 
-@pytest.mark.parametrize("tokens", [1, 700])
-def test_batches_of_a_slowed_profile_take_the_factor_longer(tmp_path: Path, tokens: int) -> None:
-    slow = Pace(slowed(TARGET, 2.5, tmp_path))
-    batch = [Chunk(range(tokens), 1200, [0], logits=1)]
+def test_the_fitted_parameters_act_on_prompts_and_on_steps(tmp_path: Path) -> None:
+    """A factor on prefill, and a fixed time for each step, whatever is in it."""
+    decode, prompt = ([Chunk(range(tokens), 1200, [0], logits=1)] for tokens in (1, 700))
+    before, after = Pace(TARGET), Pace(slowed(TARGET, tmp_path, prefill=2.5, step_s=0.02))
 
-    assert slow.batch_s(batch) == pytest.approx(2.5 * Pace(TARGET).batch_s(batch))
+    assert after.batch_s(decode) == pytest.approx(before.batch_s(decode) + 0.02)
+    assert after.batch_s(prompt) == pytest.approx(2.5 * before.batch_s(prompt) + 0.02)
+
+
+@pytest.mark.parametrize("target", [0.9, 1.7, 4.0, 6.0, 400.0, 500.0])
+def test_a_parameter_is_sought_between_two(target: float) -> None:
+    """A figure that bends up, like a queue; beyond the span it is the span's end."""
+
+    def figure(at: float) -> float:
+        return 1.0 + at + 10.0 / (2.05 - at) if at < 2.05 else 1e9
+
+    found = sought(figure, target, 0.1, 2.0)
+
+    if target < figure(0.1):
+        assert found == 0.1
+    elif target > figure(2.0):
+        assert found == 2.0
+    else:
+        assert figure(found) == pytest.approx(target, rel=0.25)
+
+
+def test_prototypes_have_the_papers_load_and_disk(tmp_path: Path) -> None:
+    """3 and 1.25 requests/s of a worker; weights at 0.5 GB/s (the paper: a recovery of 83 s)."""
+    four, eight = (prototype(size, 2000.0, 0.02, tmp_path) for size in (4, 8))
+
+    assert [4 * four.per_s, 8 * eight.per_s] == [12.0, 10.0]
+    assert four.reload_s == pytest.approx(131.0 + 1.0, abs=0.5)
+    assert eight.reload_s == pytest.approx(59.1 + 0.9, abs=0.5)
+    assert four.draft is not None
+    assert eight.draft is not None
+    assert Pace(QWEN_14B).load_s < four.draft.load_s == pytest.approx(16.1, abs=0.1)
+    assert (four.max_running, eight.max_batch_tokens) == (512, 1024)
+    assert simulator(2.0, 0.01, tmp_path).reload_s == LLAMA.reload_s
 
 
 def test_the_window_has_the_interrupted_with_their_replay() -> None:
@@ -69,7 +104,7 @@ def test_variants_have_the_figures_of_whole_runs(variant: str) -> None:
     )
     name = f"3x1:6.0 {variant}#0"
 
-    rows = cell_of(setup, 1, {}, name)
+    rows = cell_of({"": setup}, 1, {}, name)
 
     assert rows == cell(replace(setup, schemes=VARIANTS[variant]), "3x1:6.0#0", {})
     base, *others = rows

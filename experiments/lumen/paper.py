@@ -1,14 +1,16 @@
 """LUMEN's experiments B.1 to B.7 at the paper's operating point, in virtual time: Llama-3-70B, the
-chunks and the batches of its section 6.1, 1.4 requests/s of a worker.
+chunks and the batches of its section 6.1, 1.4 requests/s of a worker. And A.1 to A.4 at that of its
+prototypes: four workers with Qwen3-32B, or eight with Qwen3-14B.
 
     python -m experiments.lumen.paper --jobs 2              # B.1; results/
     python -m experiments.lumen.paper --exhibits B.2 B.3 --jobs 2      # loads
     python -m experiments.lumen.paper --exhibits B.4 B.5 --jobs 2      # sizes; hours
+    python -m experiments.lumen.paper --exhibits A.1 A.3 A.4 --jobs 2  # prototype
 
-The factor on the times of the profile is fitted to one figure of a run without a failure, the time
-per token at four workers; all other figures are output. A run has fewer requests than the paper's:
-it begins two minutes before the failure, and ends five after it. No request is refused for a long
-queue, as in the paper. It goes on from the cells that are kept, if the code has not changed since.
+Two parameters are fitted to two figures of runs without a failure (`fit.py`); all other figures are
+output. A run has fewer requests than the paper's: it begins two minutes before the failure, and
+ends five after it. No request is refused for a long queue, as in the paper. It goes on from the
+cells that are kept, if the code has not changed since.
 """
 
 import sys
@@ -18,19 +20,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from experiments.cells import Cells
 from experiments.command_line import parser_of
+from experiments.lumen.operating_points import (
+    ACCEPTANCE,
+    PER_S,
+    SPAN_S,
+    prototype,
+    simulator,
+)
 from experiments.lumen.run import (
-    DRAFT,
-    FIXED,
-    LLAMA,
-    PROGRESSIVE,
-    SCHEDULING,
-    STOP,
     TARGET,
     WHOLE,
     ByCase,
@@ -45,14 +45,16 @@ from experiments.lumen.run import (
     shown,
 )
 from experiments.record import Record
-from kvrs.profiles import catalog
-from kvrs_engine.scheduling.pace import Pace
-from kvrs_lab.sim.recovering import SimDraftModel
 
-SLOWER = 1.82
-PUBLISHED_TPOT_S, PUBLISHED_TTFT_S = 0.1389, 1.16  # Four workers without a failure (section 3.1).
-PER_S, SPAN_S = 1.4, 420.0  # Requests/s of a worker; the failure comes after a third.
+# Found by `fit.py` (results/fit.txt).
+PREFILL_FACTOR, STEP_S = 2.62, 0.0  # Of the simulator.
+EIGHT_PROMPT_TOKENS, PROTOTYPE_STEP_S = 3920.0, 0.02  # Of eight prototypes.
+FOUR_PROMPT_TOKENS = 1187.0  # Of four prototypes, whose steps have the same fixed time.
+FITTED = 2  # Parameters behind each result, to as many published figures.
 EXHIBITS = {
+    "A.1": ("4x1", "8x1"),
+    "A.3": ("8x1:1", "8x1:1.125", "8x1:1.375", "8x1:1.5"),
+    "A.4": ("8x2", "8x4"),
     "B.1": ("10x1",),
     "B.2": ("10x1:1.2", "10x1:1.5", "10x1:1.7", "10x1:2.1"),
     "B.3": ("10x2", "10x3", "10x4", "10x5"),
@@ -64,13 +66,13 @@ EXHIBITS = {
 # Names of the kept results of those that are not in `paper`; cases of one size share runs without a
 # failure.
 RESULTS = {"B.2": "loads", "B.3": "loads", "B.4": "sizes", "B.5": "sizes"}
-SCHEMES = (STOP, FIXED, SCHEDULING, PROGRESSIVE, WHOLE)
+RESULTS |= dict.fromkeys(("A.1", "A.3", "A.4"), "prototype")
 # Of cases with a word behind them: LUMEN with other values, the default first, against which the
 # others stand. Acceptances by depth are the paper's, of its pair of models.
 VARIANTS = {
     "depth": tuple(
         replace(WHOLE, name=f"depth {depth}", depth=depth, acceptance=acceptance)
-        for depth, acceptance in ((4, 0.60), (2, 0.72), (8, 0.50))
+        for depth, acceptance in ((4, ACCEPTANCE), (2, 0.72), (8, 0.50))
     ),
     "alpha": tuple(
         replace(WHOLE, name=f"alpha {alpha:g}", backup={**WHOLE.backup, "alpha": alpha})
@@ -79,42 +81,9 @@ VARIANTS = {
 }
 
 
-def slowed(label: str, factor: float, directory: Path) -> str:
-    """The file of a profile whose batches take this many times as long."""
-    profile: dict[str, Any] = msgspec.to_builtins(catalog.profile(label))
-    prefill, decode = profile["prefill"], profile["decode"]
-    prefill["seconds"] = {at: factor * each for at, each in prefill["seconds"].items()}
-    prefill["cached"]["seconds_per_token_pair"] *= factor
-    for name in ("small_ms", "large_ms"):
-        decode[name] = [factor * each for each in decode[name]]
-    path = directory / f"{label}.json"
-    path.write_bytes(msgspec.json.encode(profile))
-    return str(path)
-
-
-def setup_of(factor: float, directory: Path) -> Setup:
-    """The setup of the profiles that are so much slower; their files lie in the directory."""
-    assert LLAMA.draft is not None
-    draft = SimDraftModel(
-        Pace(slowed(DRAFT, factor, directory)), LLAMA.draft.load_s, LLAMA.draft.acceptance
-    )
-    return replace(
-        LLAMA,
-        pace=slowed(TARGET, factor, directory),
-        per_s=PER_S,
-        requests=0,
-        span_s=SPAN_S,
-        wait_s=3600.0,
-        pages=30_000,  # 157 GB of the four GPUs.
-        max_running=512,
-        max_batch_tokens=1024,
-        schemes=SCHEMES,
-        draft=draft,
-    )
-
-
 COLUMNS = (
     ("window s", "window_s", 1.0),
+    ("moving window s", "moving_window_s", 1.0),
     ("TTFT s", "window_ttft_s", 1.0),
     ("TPOT ms", "window_tpot_s", 1e3),
     ("replay TTFT s", "replay_ttft_s", 1.0),
@@ -122,11 +91,38 @@ COLUMNS = (
 )
 
 
-def as_text(found: ByCase) -> str:
+def settings_of(result: str) -> dict[str, float]:
+    """The fitted parameters of a result, and its span."""
+    if result == "prototype":
+        fitted = {
+            "four_prompt_tokens": FOUR_PROMPT_TOKENS,
+            "eight_prompt_tokens": EIGHT_PROMPT_TOKENS,
+            "step_s": PROTOTYPE_STEP_S,
+        }
+    else:
+        fitted = {"prefill_factor": PREFILL_FACTOR, "step_s": STEP_S}
+    return {"fitted": FITTED, **fitted, "span_s": SPAN_S}
+
+
+def heads_of(result: str) -> list[str]:
+    if result == "prototype":
+        return [
+            f"sharegpt's spread with means of {FOUR_PROMPT_TOKENS:g} tokens at 3/s of each of four "
+            f"workers with Qwen3-32B, and of {EIGHT_PROMPT_TOKENS:g} at 1.25/s of each of eight "
+            f"with Qwen3-14B, {SPAN_S:g} s; steps {PROTOTYPE_STEP_S * 1e3:g} ms longer; weights at "
+            "0.5 GB/s"
+        ]
+    return [
+        f"splitwise-conv lengths, {PER_S}/s of a worker unless named, {SPAN_S:g} s; {TARGET}, "
+        f"prefill {PREFILL_FACTOR:g} times as slow and steps {STEP_S * 1e3:g} ms longer; weights "
+        "at 2 GB/s"
+    ]
+
+
+def as_text(found: ByCase, result: str = "paper") -> str:
     """A row for each scheme of a case, and one for the same requests without a failure."""
     lines = [
-        f"splitwise-conv lengths, {PER_S}/s of a worker unless named, {SPAN_S:g} s; {TARGET} and "
-        f"its drafts, {SLOWER:g} times as slow; back after {LLAMA.reload_s:.3g} s",
+        *heads_of(result),
         "means of the seeds; in brackets against the first row of the case, seed by seed; * where "
         "the interval excludes 0",
         f"{'case':12}{'scheme':18}{'seeds':>6}{'hit':>5}"
@@ -149,23 +145,33 @@ def as_text(found: ByCase) -> str:
             f"{case:12}{'':29}of the TTFT of the others in the first row "
             f"{mean(first, 'queue_share'):.0%} is queueing"
         )
+        for scheme, by_seed in rows.items():
+            if mean(by_seed, "draft_steps"):
+                lines.append(
+                    f"{case:12}{'':29}{mean(by_seed, 'draft_presence'):.0%} of the assisted steps "
+                    f"have drafts under {scheme}, of which {mean(by_seed, 'accepted_a_step'):.2f} "
+                    "are right"
+                )
         still_open = sum(not row["is_closed"] for each in rows.values() for row in each.values())
         if still_open:
             lines.append(f"{case:12}{'':29}{still_open} windows were open when the run ended")
     lines += [
         "",
         "window: failure-impact window of LUMEN section 6.1, with TTFT and TPOT of the requests in "
-        "it; hit: interrupted requests",
+        "it; moving: the same with a bucket that begins at each request; hit: interrupted requests",
     ]
     return "\n".join(lines) + "\n"
 
 
-def cell_of(setup: Setup, jobs: int, clean: dict[str, Clean], name: str) -> dict[str, Row]:
+def cell_of(
+    by_size: dict[str, Setup], jobs: int, clean: dict[str, Clean], name: str
+) -> dict[str, Row]:
     """By scheme, of a case with a seed; of a variant, LUMEN's with other values. `clean` has the
     runs without a failure, which cells of one kind share.
     """
     case, _, seed = name.partition("#")
     size, _, variant = case.partition(" ")
+    setup = by_size.get(size.partition("x")[0]) or by_size[""]
     schemes = VARIANTS[variant] if variant else setup.schemes
     own = clean.setdefault(variant, {})
     return forked_cell(replace(setup, schemes=schemes), f"{size}#{seed}", own, jobs)
@@ -188,18 +194,29 @@ def main() -> int:
         together.setdefault(RESULTS.get(exhibit, "paper"), []).append(exhibit)
     is_void = False
     with tempfile.TemporaryDirectory() as directory:
-        setup = setup_of(SLOWER, Path(directory))
         for result, exhibits in together.items():
-            is_void |= measured(setup, result, exhibits, options)
+            is_void |= measured(setups(result, Path(directory)), result, exhibits, options)
     return is_void
 
 
-def measured(setup: Setup, result: str, exhibits: Sequence[str], options: Namespace) -> bool:
+def setups(result: str, directory: Path) -> dict[str, Setup]:
+    """By number of workers; the key `""` is for all others."""
+    if result != "prototype":
+        return {"": simulator(PREFILL_FACTOR, STEP_S, directory)}
+    return {
+        "4": prototype(4, FOUR_PROMPT_TOKENS, PROTOTYPE_STEP_S, directory),
+        "8": prototype(8, EIGHT_PROMPT_TOKENS, PROTOTYPE_STEP_S, directory),
+    }
+
+
+def measured(
+    by_size: dict[str, Setup], result: str, exhibits: Sequence[str], options: Namespace
+) -> bool:
     """Measure the cells of the exhibits that are missing in the result, and keep them, also where
     one fails. True if the record is void.
     """
     record = Record(*range(options.seeds), timed=False)
-    cells = Cells(options.out, result, {"slower": SLOWER, "span_s": SPAN_S})
+    cells = Cells(options.out, result, settings_of(result))
     cases = dict.fromkeys(
         case
         for exhibit in exhibits
@@ -209,11 +226,11 @@ def measured(setup: Setup, result: str, exhibits: Sequence[str], options: Namesp
     names = [f"{case}#{seed}" for seed in range(options.seeds) for case in cases]
     is_void = False
     try:
-        cells.measure(names, options.limit_s, partial(cell_of, setup, options.jobs, {}))
+        cells.measure(names, options.limit_s, partial(cell_of, by_size, options.jobs, {}))
     finally:
         if cells.found:
             rows = by_case(cells.found)
-            text = as_text(rows)
+            text = as_text(rows, result)
             print(text, end="")
             is_void = cells.keep(record, {"cases": rows}, text)
     return is_void
