@@ -110,6 +110,7 @@ def make_world(
         seed=seed,
         proxies=options.proxies,
         load_s=load_s,
+        probes=True,
         pipeline_model=PipelineModel(load_s=load_s),
         draft_model=draft_model_of(config),
         first_token=_FIRST_TOKEN.get(config.cluster.backend, FirstToken.DECODE),

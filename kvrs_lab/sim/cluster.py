@@ -22,6 +22,7 @@ from kvrs_lab.sim.hosts import SimHost
 from kvrs_lab.sim.invariants import Grants
 from kvrs_lab.sim.links import SimLinks
 from kvrs_lab.sim.pipelines import SimPipeline
+from kvrs_lab.sim.probing import Probing
 from kvrs_lab.sim.process import Clock
 from kvrs_lab.sim.proxy import SimProxy
 from kvrs_lab.sim.rank_model import PipelineModel, RankModel
@@ -83,6 +84,7 @@ class SimCluster:
         stay_away: float,
         reload_s: float | None = None,
         load_s: float = 0.0,
+        probes: bool = False,
         is_supervised: bool = False,
         keep_log: bool,
         rank_model: RankModel | None = None,
@@ -90,11 +92,10 @@ class SimCluster:
         draft_model: SimDraftModel | None = None,
         first_token: FirstToken = FirstToken.DECODE,
     ) -> None:
-        """Create the processes, without starting them. `stay_away` is the probability that a killed
-        process is away for 20 s or more. `reload_s` fixes the time away. `load_s`: an instance
-        loads its weights for so much longer, unless the time away is fixed. `is_supervised`: the
-        proxies learn the cause a moment after a process ends. `draft_model`: a restarted instance
-        loads this model first, and drafts for another instance (`speculation.source: draft`).
+        """Create the processes, without starting them. `stay_away`: probability that a killed
+        process is away for 20 s or more; `reload_s` fixes the time, else `load_s` is added for an
+        instance. `probes`: of links. `is_supervised`: proxies learn the cause of a death soon.
+        `draft_model`: a restarted instance loads it first, and drafts for another one.
         """
         self.rng = Random(seed)
         self._exits_rng = Random(f"{seed} exits") if is_supervised else None
@@ -139,17 +140,30 @@ class SimCluster:
         self._keep_log = keep_log
         self.proxies: list[SimProxy] = []  # Dead proxies included.
         self.serving = [self.new_proxy() for _ in range(proxies)]
-        self._stay_away = stay_away
-        self._reload_s, self._load_s, self.draft_model = reload_s, load_s, draft_model
+        self._stay_away, self._reload_s, self._load_s = stay_away, reload_s, load_s
+        self._probing = dict[InstanceId, Probing]() if probes else None
+        self.draft_model = draft_model
         self.outcome = Outcome()
         self.log: list[str] = []  # Events of processes, for people and for comparison.
 
     def begin(self) -> None:
         """Start all instances, agents and proxies."""
         for holder in (*self.engines.values(), *self.agents.values()):
-            holder.start()
+            self._start(holder)
         for proxy in self.serving:
             proxy.begin()
+
+    def _start(self, holder: SimHolder) -> None:
+        holder.start()
+        if self._probing is not None and isinstance(holder, SimEngine):
+            probing = Probing(holder, list(self.holders.values()), self._site)
+            self._probing[holder.id] = probing
+            probing.begin()
+
+    def end_probes(self) -> None:
+        """Let no further probe begin."""
+        for probing in (self._probing or {}).values():
+            probing.end()
 
     def close(self) -> None:
         """End all tasks at the end of the world."""
@@ -273,7 +287,7 @@ class SimCluster:
 
     def _bring_back(self, holder: SimHolder, life: int) -> None:
         if not holder.alive and holder.life == life:
-            holder.start()
+            self._start(holder)
             self.log.append(f"{self.clock.now_s:.6f} {holder.id} is back")
 
     def wake(self, holder: SimHolder, life: int) -> None:

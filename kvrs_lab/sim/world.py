@@ -47,6 +47,7 @@ class World:
         stay_away: float = 0.1,
         reload_s: float | None = None,
         load_s: float = 0.0,
+        probes: bool = False,
         is_supervised: bool = False,
         keep_log: bool = False,
         pipeline_model: PipelineModel | None = None,
@@ -61,6 +62,7 @@ class World:
             stay_away=stay_away,
             reload_s=reload_s,
             load_s=load_s,
+            probes=probes,
             is_supervised=is_supervised,
             keep_log=keep_log,
             pipeline_model=pipeline_model,
@@ -168,6 +170,7 @@ class World:
 
     def _come_to_rest(self) -> None:
         """Wake and repair all processes, and wait until all leases have expired."""
+        self.cluster.end_probes()
         self.cluster.outcome.never_due = sorted(
             {self._deaths[id(fault)].name for fault in self._schedule.pending}
         )
