@@ -143,7 +143,7 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> str:
             (
                 row["exhibit"],
                 *_cells(row["compared"]),
-                f"**{row['verdict']}**{_fitted(row)}{_dagger(row)}",
+                verdict_of(row),
                 row["how"],
                 _link(row["experiment"]),
             )
@@ -152,15 +152,13 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def _dagger(row: Mapping[str, Any]) -> str:
-    return " †" if "sentinel" in row["note"] else ""
-
-
-def _fitted(row: Mapping[str, Any]) -> str:
-    number = len(row["fitted"])
-    if not number or row["verdict"] != Verdict.REPRODUCED:
-        return ""
-    return f", {number} parameter{'s' if number > 1 else ''} fitted"
+def verdict_of(row: Mapping[str, Any]) -> str:
+    """The verdict with the parameters that it took, and a dagger where a sentinel has moved."""
+    number, verdict = row["fitted"], row["verdict"]
+    plural = "s" if number > 1 else ""
+    is_shown = number and verdict == Verdict.REPRODUCED
+    fitted = f", {number} parameter{plural} fitted" if is_shown else ""
+    return f"**{verdict}**{fitted}{' †' if 'sentinel' in row['note'] else ''}"
 
 
 def _link(folder: str) -> str:

@@ -184,6 +184,22 @@ def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     assert (filled["verdict"], filled["how"], filled["why"]) == ("reproduced", "real", "small")
 
 
+def test_fitted_parameters_are_counted_by_the_result(tmp_path: Path) -> None:
+    """A result that says how many there are is believed; the page shows them where reproduced."""
+    (tmp_path / "a.json").write_text(json.dumps({"fitted": 2}))
+    one = Exhibit(
+        *("a", How.SIMULATED, "small", lambda _: [Compared("TTFT", 2.0, 2.0)]),
+        result="a.json",
+        fitted=("the factor of a clock",),
+    )
+
+    assert one.row(Results(tmp_path))["fitted"] == 2
+    (tmp_path / "b.json").write_text("{}")
+    row = replace(one, result="b.json").row(Results(tmp_path))
+    assert evidence.verdict_of(row) == "**reproduced**, 1 parameter fitted"
+    assert evidence.verdict_of(row | {"verdict": "direction"}) == "**direction**"
+
+
 def test_a_figure_beside_a_link_is_one_of_its_text(tmp_path: Path) -> None:
     """Figures of other sections, such as bars and settings, have no kept result."""
     (tmp_path / "results").mkdir()

@@ -95,7 +95,8 @@ class Exhibit:
         return {
             "exhibit": self.name,
             "verdict": self.verdict(results).value,
-            "fitted": list(self.fitted),
+            "fitted": self._fitted(results) if found else 0,
+            "fitted_to": list(self.fitted),
             "how": (self.how if found else How.MISSING).value,
             "experiment": self.experiment or "-",
             "result": self.result or "-",
@@ -106,6 +107,11 @@ class Exhibit:
             "bars_missed": misses(self.result) if found and self.result else [],
             "note": self.note,
         }
+
+    def _fitted(self, results: Results) -> int:
+        """The number of fitted parameters: as the result says, else as the row does."""
+        said = results(self.result).get("fitted") if self.result else None
+        return said if isinstance(said, int) else len(self.fitted)
 
     def _waits(self) -> str:
         waits = f"not run yet, needs {self.needs}" if self.needs else "not run yet"
