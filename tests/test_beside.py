@@ -1,10 +1,15 @@
-"""The comparison of experiments/beside: how it counts tokens and ends of streams."""
+"""The comparisons of experiments/beside and experiments/dynamo_cascade: how they count tokens, ends
+of streams, and failures.
+"""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from experiments.beside.streams import Difference, End, Stream, difference, wanted_of
+from experiments.beside.subjects import Front, Place, Servers
+from experiments.dynamo_cascade.run import Asked, Run, Served
 from kvrs_testkit.scripted_model import text_of
 
 WANTED = wanted_of(7, 6)
@@ -58,3 +63,19 @@ async def test_an_end_is_what_the_client_learns(lines: list[bytes], end: End) ->
         stream.take(line)
 
     assert stream.end is end
+
+
+async def test_goodput_has_the_tokens_of_whole_requests_only(tmp_path: Path) -> None:
+    """A request that ends in an error is a failure, and its tokens serve nobody."""
+    front = Front("", Servers(Place(tmp_path, tmp_path, 0.0), [], {}))
+    run = Run("kvrs", front, [], share=1 / 300)
+    for lines in (WHOLE, [WHOLE[0], b'data: {"error": {"code": 502}}', b"data: [DONE]"]):
+        served = Served(Asked([1], WANTED), Stream(WANTED, status=200), sent_s=0.0)
+        for line in lines:
+            served.stream.take(line)
+        run.served.append(served)
+
+    figures = run.figures()
+
+    assert (figures["requests"], figures["failures"]) == (2, 1)
+    assert figures["goodput_tokens_per_s"] == len(WANTED) * 8
