@@ -2,12 +2,17 @@
 of streams, and failures.
 """
 
+import asyncio
+import contextlib
 import json
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from experiments.beside.streams import Difference, End, Stream, difference, wanted_of
+from experiments.beside.streams import Difference, End, Stream, difference, read, wanted_of
 from experiments.beside.subjects import Front, Place, Servers
 from experiments.dynamo_cascade.run import Asked, Run, Served
 from kvrs_testkit.scripted_model import text_of
@@ -63,6 +68,30 @@ async def test_an_end_is_what_the_client_learns(lines: list[bytes], end: End) ->
         stream.take(line)
 
     assert stream.end is end
+
+
+@pytest.mark.network
+async def test_comments_do_not_hide_the_silence_of_a_stream() -> None:
+    """A proxy that keeps a connection open by comments, behind a server that stands still, leaves
+    its client without tokens.
+    """
+
+    async def comments(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        with contextlib.suppress(ConnectionResetError):
+            while True:
+                await answer.write(b": still here\n\n")
+                await asyncio.sleep(0.01)
+        return answer
+
+    app = web.Application()
+    app.router.add_post("/", comments)
+    stream = Stream(WANTED)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        await read(session, str(server.make_url("/")), {}, stream, silence_s=0.2)
+
+    assert stream.end is End.SILENCE
 
 
 async def test_goodput_has_the_tokens_of_whole_requests_only(tmp_path: Path) -> None:

@@ -130,15 +130,20 @@ async def read(
     headers: dict[str, str] | None = None,
     silence_s: float = SILENCE_S,
 ) -> None:
-    """Read a stream to its end, whatever that is."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=silence_s)
+    """Read a stream to its end, whatever that is. A comment is no news of it."""
+    timeout, loop = aiohttp.ClientTimeout(total=None), asyncio.get_running_loop()
     try:
-        async with session.post(url, json=body, timeout=timeout, headers=headers) as answer:
+        async with (
+            asyncio.timeout(silence_s) as patience,
+            session.post(url, json=body, timeout=timeout, headers=headers) as answer,
+        ):
             stream.status = answer.status
             if answer.status != 200:
                 stream.error = (await answer.text())[:200]
                 return
             while line := await answer.content.readline():
+                if line.startswith(b"data:"):
+                    patience.reschedule(loop.time() + silence_s)
                 stream.take(line.rstrip(b"\r\n"))
                 if stream.is_done:
                     return
