@@ -9,6 +9,7 @@ from typing import Any
 
 from kvrs.config.backup import BackupMode, Placement
 from kvrs.config.cluster import pipeline_nodes
+from kvrs.config.engine import Planner
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import Dispatch, Handoff, PolicyName
 from kvrs.protocol.instance import Role
@@ -102,7 +103,9 @@ def sick(seed: int, *, keep_log: bool = False) -> World:
     return DisturbedWorld(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
 
 
-def ranked(seed: int, *, deaths: int = 6, keep_log: bool = False) -> World:
+def ranked(
+    seed: int, *, deaths: int = 6, planner: Planner = "on_demand", keep_log: bool = False
+) -> World:
     """Decode instances of four ranks that lose some, again and again, while they serve; some
     leave by order.
     """
@@ -119,7 +122,11 @@ def ranked(seed: int, *, deaths: int = 6, keep_log: bool = False) -> World:
         for n in range(count)
     ]
     backup = rng.choice([BackupMode.OFF, BackupMode.LOCAL])
-    document = {"cluster": {"nodes": nodes}, "backup": {"mode": backup.value}}
+    document = {
+        "cluster": {"nodes": nodes},
+        "backup": {"mode": backup.value},
+        "elastic": {"planner": planner},
+    }
     arrivals = _poisson(rng, per_s=4.0, from_s=1.0, to_s=11.0, max_tokens=100)
     names = [TWO_RANKS, MID_MOVE, LATE, ONE_RANK, ONE_DEVICE, LEAVES]
     drawn = [

@@ -77,6 +77,7 @@ class SimRanks:
                 lookahead_tokens=LOOKAHEAD_TOKENS,
                 step_s=self._step_s,
             ),
+            planner=site.config.elastic.planner,
         )
         self._layout = layout  # Layout of the present cells.
         self._cells = LostCells(engine, site)

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvrs.config.engine import Planner
 from kvrs.core.event_log import rerun
 from kvrs.ids import InstanceId
+from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.speed import shares
 from kvrs_engine.elastic.units import Units
+from kvrs_engine.elastic.ways import PLANNERS
 from kvrs_lab.sim import cluster
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.lost_cells import LostCells
@@ -25,16 +28,17 @@ from kvrs_testkit.random_worlds import ranked, too_few_ranks
 SEEDS = scaled(5)
 
 
-def outcomes() -> list[Outcome]:
-    return [ranked(seed).run() for seed in range(SEEDS)]
+def outcomes(planner: Planner = "on_demand") -> list[Outcome]:
+    return [ranked(seed, planner=planner).run() for seed in range(SEEDS)]
 
 
-def test_no_computation_reads_a_cell_that_is_gone() -> None:
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_no_computation_reads_a_cell_that_is_gone(planner: Planner) -> None:
     """Two ranks at once, one in mid-move of another, devices and processes, ranks that leave by
     order, instances that take five times as long as they say: every stream ends complete, and most
     stay where they are.
     """
-    found = outcomes()
+    found = outcomes(planner)
 
     ended = sum((outcome.ended for outcome in found), Counter[str]())
     recoveries = sum((outcome.recoveries for outcome in found), Counter[str]())
@@ -76,6 +80,25 @@ def test_a_log_with_ranks_can_be_run_again() -> None:
     for proxy in world.cluster.proxies:
         assert proxy.log is not None
         assert rerun(proxy.log).difference is None
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_ranks_are_divided_by_the_planner_of_the_configuration(planner: Planner) -> None:
+    world = ranked(0, deaths=0, planner=planner)
+    ranks = world.cluster.engines[InstanceId("d0")].ranks
+    assert isinstance(ranks, SimRanks)
+    before, units, clock = ranks.layout, RankModel().units, world.cluster.clock
+    left: list[Layout] = []
+
+    clock.after(3.0, partial(ranks.lose, [1], memory_kept=False))
+    clock.after(4.0, lambda: left.append(ranks.layout))
+    world.run()
+
+    by_each = {
+        each: reshape(before, units, [[0, 2, 3]], spread=True).mlp
+        for each, reshape in PLANNERS.items()
+    }
+    assert [each for each, mlp in by_each.items() if mlp == left[0].mlp] == [planner]
 
 
 def test_ranks_that_leave_and_join_cost_no_stream_a_recovery() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from kvrs.config.engine import ElasticSettings, Planner
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import UnitKind
-from kvrs_engine.elastic.ways import Way
+from kvrs_engine.elastic.ways import PLANNERS, Way
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.group import RankGroup
@@ -98,13 +99,14 @@ def test_ranks_have_the_bytes_and_the_fingerprint_of_one_process(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_experts_of_lost_ranks_go_to_the_others_and_back(
-    model: Path, expected: list[Tensor]
+    model: Path, expected: list[Tensor], planner: Planner
 ) -> None:
     """Four ranks, three, two, and four again, in place: a survivor stays the same process, and what
     a lost process has left in memory is not read again.
     """
-    group = group_of(model, tp=4)
+    group = group_of(model, ElasticSettings(planner=planner), tp=4)
     first = group.pids
     try:
         compute(group, expected)
