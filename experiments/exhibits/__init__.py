@@ -24,6 +24,11 @@ KEPT = Results()
 INCOMPLETE = (FileNotFoundError, LookupError, ArithmeticError, ValueError)
 
 
+EXAMPLES = (Verdict.EXAMPLE, Verdict.CONSTRUCTION)  # They measure nothing of ours.
+# Verdicts with which nothing is left to explain.
+NO_CAUSE = (Verdict.REPRODUCED, Verdict.KEPT_BAR, Verdict.MISSING, *EXAMPLES)
+
+
 class How(StrEnum):
     """How a figure of ours came about."""
 
@@ -102,7 +107,7 @@ class Exhibit:
             "result": self.result or "-",
             "compared": [_as_data(each) for each in found],
             "grounds": each_of(found) if found and not self.judged else "",
-            "cause": self.cause,
+            "cause": "" if self.verdict(results) in NO_CAUSE else self.cause,
             "why": self.why if found or not self.result else self._waits(),
             "bars_missed": misses(self.result) if found and self.result else [],
             "note": self.note,
@@ -218,4 +223,3 @@ MODULES = {
     "kevlarflow": kevlarflow,
 }
 PAPERS = {name: _paper_of(DATA[name], module) for name, module in MODULES.items()}
-EXAMPLES = (Verdict.EXAMPLE, Verdict.CONSTRUCTION)  # They measure nothing of ours.

@@ -22,6 +22,18 @@ SCENES = ("1", "2", "3")
 _published = partial(value, "kevlarflow")
 
 
+def knees(results: Results) -> list[Compared]:
+    """The last rate before latency grows, and the first one at which requests queue."""
+    found = []
+    for nodes, ours in results("pipelines/results/knees.json")["knees"].items():
+        limit = _published(source="Figure 3", what=f"knee of {nodes} nodes in requests/s")
+        for what, rate in (("latency grows", ours["latency"][0]), ("queue", ours["queued"])):
+            found.append(
+                Compared(f"{what} from, {nodes} nodes", limit, rate, nothing=None, form="/s")
+            )
+    return found
+
+
 def scenarios(results: Results) -> list[Compared]:
     """How many times as long requests take without a borrowed stage."""
     cells = results(TABLE_1)["cells"]
@@ -80,6 +92,7 @@ def headline(results: Results) -> list[Compared]:
 
 
 COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
+    "Figures 3, 4: baseline": knees,
     "Table 1, figures 1, 5 to 7: three scenarios": scenarios,
     "Figure 8: recovery time": recovery,
     "Figure 9: overhead of replication": replication,
