@@ -180,20 +180,19 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("lumen", "loads", 60, "paper --exhibits B.2 B.3 --jobs 2"),
-            quick=(2, "paper --exhibits B.2 B.3 --cases 10x1:1.7 10x3 --seeds 1 --jobs 2"),
+            quick=(1, "paper --exhibits B.2 --cases 10x1:1.7 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("lumen", "sizes", 200, "paper --exhibits B.4 B.5 --jobs 2"),
-            quick=(2, "paper --exhibits B.4 B.5 --cases 4x1 8x1 --seeds 1 --jobs 2"),
+            quick=(1.5, "paper --exhibits B.4 B.5 --cases 4x1 8x1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("lumen", "prototype", 60, "paper --exhibits A.1 A.3 A.4 --jobs 2"),
-            quick=(2, "paper --exhibits A.1 --seeds 1 --jobs 2"),
+            quick=(1, "paper --exhibits A.1 --cases 4x1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
-        _of("lumen", "fit", 10, "fit", is_virtual=True),
         _of(
             "lumen",
             "recovery",
@@ -229,7 +228,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("raidserve", "rank_balance", 7, "rank_balance"),
-            quick=(1, "rank_balance --sequences 16 --steps 2"),
+            quick=(1, "rank_balance --sequences 8 --steps 2 --context 64"),
         ),
         _of(
             *("raidserve", "computed", 40, "computed --limit-s 2300"),
@@ -241,10 +240,10 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         _of("anchortp", "plans", 1, "plans", quick=(0.1, "plans"), is_virtual=True),
         _of("experts", "simulated", 1, "simulated", quick=(0.3, "simulated"), is_virtual=True),
         _of("experts", "degrees", 1, "degrees", quick=(0.6, "degrees"), is_virtual=True),
-        _of("experts", "fitted", 2, "fitted", quick=(2, "fitted"), is_virtual=True),
+        _of("experts", "fitted", 2, "fitted", quick=(0.2, "fitted"), is_virtual=True),
         _of(
             *("anchortp", "degrees", 20, "degrees --jobs 2"),
-            quick=(7, "degrees --seeds 1 --jobs 2"),
+            quick=(1, "degrees --models Qwen3-32B --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -265,18 +264,18 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("experts", "lost_ranks", 60, "lost_ranks"),
-            quick=(3, "lost_ranks --tiny --repeats 1 --requests 40 --gap-s 8"),
+            quick=(3.5, "lost_ranks --tiny --repeats 1 --requests 40 --gap-s 8"),
         ),
     ),
     "kevlarflow": (
         _of(
             *("pipelines", "table1", 60, "table1 --jobs 2"),
-            quick=(2, "table1 --scenes 1 --rates 2 --jobs 2"),
+            quick=(0.5, "table1 --scenes 1 --rates 2 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("pipelines", "knees", 2, "knees --jobs 2"),
-            quick=(2, "knees --jobs 2"),
+            quick=(1.5, "knees --jobs 2"),
             is_virtual=True,
         ),
         _of("pipelines", "capacity", 9, "capacity", quick=(1.5, "capacity --rates 2 --load-s 8")),
@@ -296,6 +295,7 @@ _MEASURED_ONCE = sorted(
 _UNCLEAR = "1,3,4,9,13,18,19,25,26,30,33,39"
 
 OTHERS = (
+    _of("lumen", "fit", 10, "fit", is_virtual=True),
     _of("request_path", "gauge", 1, "gauge"),
     _of("request_path", "size", 1, "size"),
     _of("request_path", "places", 1, f"places --seed 4211 --unclear {_UNCLEAR}"),

@@ -150,7 +150,7 @@ def outcomes(
     steps = [Planned("p", each, each.minutes) for each in found]
     budget = Budget(total_s, sum(each.minutes for each in found))
     run = command.Papers(steps, budget, tmp_path / "out", tmp_path)
-    return run.run(is_quick=True, twice=twice)["p"]
+    return run.run("p", is_quick=True, twice=twice)
 
 
 @pytest.mark.process
@@ -233,9 +233,11 @@ def test_a_quick_run_of_a_paper_keeps_rows_and_times(
     assert command.main() == 0
 
     result = json.loads((tmp_path / "paper/results/raidserve.json").read_text())
-    shares, in_place = result["programs"]["raidserve"]
+    shares, in_place = result["programs"]
     assert (shares["state"], in_place["state"], in_place["twice"]) == ("done", "done", "same")
     assert in_place["cpu_s"] > 0
+    quick = json.loads((tmp_path / "paper/results/quick.json").read_text())
+    assert quick["papers"]["raidserve"]["programs"] == result["programs"]
     rows = {row["exhibit"]: row for row in result["rows"]}
     assert len(rows) == len(exhibits.PAPERS["raidserve"].exhibits)
     assert result["run"]["commit"]

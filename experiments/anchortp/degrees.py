@@ -205,12 +205,12 @@ def _send(cluster: SimCluster, count: int, requests_per_s: float, seed: int) -> 
     return fmean(each.output_tokens for each in trace.requests)
 
 
-def cells(seeds: int) -> list[tuple[str, int, str, int]]:
+def cells(seeds: int, names: Sequence[str]) -> list[tuple[str, int, str, int]]:
     return [
         (name, degree, way, seed)
-        for name, model in MODELS.items()
+        for name in names
         for way in (KEPT, WHOLE)
-        for degree in range(model.ranks, model.least, -1)
+        for degree in range(MODELS[name].ranks, MODELS[name].least, -1)
         for seed in range(seeds)
     ]
 
@@ -272,20 +272,23 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = parser_of(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     record = Record(*range(options.seeds), timed=False)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         left = [
-            (name, left) for name, one in MODELS.items() for left in range(one.least, one.ranks)
+            (name, left)
+            for name in options.models
+            for left in range(MODELS[name].least, MODELS[name].ranks)
         ]
         peaks = dict(
             zip(left, pool.map(peak_requests_per_s, *zip(*left, strict=True)), strict=True)
         )
         running = [
             pool.submit(play, name, degree, way, seed, LOAD * peaks[name, degree - 1])
-            for name, degree, way, seed in cells(options.seeds)
+            for name, degree, way, seed in cells(options.seeds, options.models)
         ]
         rows = [asdict(each.result()) for each in running]
     text = as_text(rows)

@@ -14,6 +14,7 @@ or two runs in virtual time differ.
 """
 
 import argparse
+import json
 import shlex
 import signal
 import sys
@@ -33,6 +34,7 @@ from experiments.record import Record
 from experiments.results import is_of_this_code, is_whole, run_of
 
 _SHOWN_LINES = 5
+_TIMES = ("wall_s", "cpu_s")
 
 
 @dataclass(slots=True)
@@ -79,10 +81,12 @@ class Papers:
         self._out, self._logs = out, logs
         self._begun_s = time.monotonic()
 
-    def run(self, *, is_quick: bool, twice: bool) -> dict[str, list[Outcome]]:
-        """Run what is planned, and tell of each; by paper."""
-        found: dict[str, list[Outcome]] = {}
+    def run(self, paper: str, *, is_quick: bool, twice: bool) -> list[Outcome]:
+        """Run the programs of the plan that are of this paper, and tell of each."""
+        found = []
         for number, each in enumerate(self._plan, 1):
+            if each.paper != paper:
+                continue
             minutes = f", about {each.minutes:.2g} min" if each.minutes else ""
             print(
                 f"[{number}/{len(self._plan)}] {each.paper}: {each.experiment.name}{minutes}; "
@@ -90,7 +94,7 @@ class Papers:
                 flush=True,
             )
             outcome = self._outcome(each, is_quick=is_quick, twice=twice)
-            found.setdefault(each.paper, []).append(outcome)
+            found.append(outcome)
             print(f"    {_said(outcome)}", flush=True)
         return found
 
@@ -245,51 +249,53 @@ def main() -> int:
         f"{wanted:.0f} min; budget {minutes:.0f} min; results in {out}, output in {scratch}",
         flush=True,
     )
-    record = Record(timed=False)
     run = Papers(plan, Budget(60 * minutes, max(wanted, 1e-9)), out, scratch)
-    found = run.run(is_quick=options.quick, twice=options.twice)
-    kept = out / "paper/results"
-    for paper, outcomes in found.items():
-        rows = figures_of(paper, out)
-        text = as_text(paper, rows)
-        print(f"\n{text}", flush=True)
-        figures = _figures(options.quick, minutes, {paper: outcomes}) | rows
-        record.keep(kept, paper, figures, f"{text}\n{table({paper: outcomes})}")
-        if draw(paper, out, kept / f"{paper}.svg"):
-            print(f"picture: {kept / paper}.svg")
-    if options.quick:
-        record.keep(kept, "quick", _figures(True, minutes, found), table(found))
+    found = {}
+    for paper in papers:
+        record = Record(timed=False)
+        found[paper] = run.run(paper, is_quick=options.quick, twice=options.twice)
+        keep(record, out, paper, found[paper], is_quick=options.quick)
     if out.resolve() == EXPERIMENTS.resolve():
         evidence.renew()
-    print(f"\n{table(found)}")
     return 0 if all(each.is_good for outcomes in found.values() for each in outcomes) else 1
 
 
-def _figures(
-    is_quick: bool, minutes: float, found: Mapping[str, Sequence[Outcome]]
-) -> dict[str, Any]:
-    return {
-        "is_quick": is_quick,
-        "budget_minutes": round(minutes, 1),
-        "programs": {
-            paper: [asdict(each) for each in outcomes] for paper, outcomes in found.items()
-        },
-    }
+def keep(
+    record: Record, out: Path, paper: str, outcomes: Sequence[Outcome], *, is_quick: bool
+) -> None:
+    """Keep the rows, the times and the picture of a paper; of a quick run, also the times of all
+    papers whose quick runs are below `out`.
+    """
+    folder = out / "paper/results"
+    rows = figures_of(paper, out)
+    text, programs = as_text(paper, rows), [asdict(each) for each in outcomes]
+    print(f"\n{text}\n{table({paper: programs})}", flush=True)
+    figures = {"is_quick": is_quick, "programs": programs} | rows
+    record.keep(folder, paper, figures, f"{text}\n{table({paper: programs})}")
+    if draw(paper, out, folder / f"{paper}.svg"):
+        print(f"picture: {folder / paper}.svg", flush=True)
+    if is_quick:
+        kept = {name: path for name in PAPERS if (path := folder / f"{name}.json").exists()}
+        documents = {name: json.loads(path.read_text()) for name, path in kept.items()}
+        times = {
+            name: {"run": document["run"], "programs": document["programs"]}
+            for name, document in documents.items()
+        }
+        shown = table({name: document["programs"] for name, document in documents.items()})
+        record.keep(folder, "quick", {"papers": times}, shown)
 
 
-def table(found: Mapping[str, Sequence[Outcome]]) -> str:
-    """The end of each program, and its times."""
-    lines = [f"{'paper':<12}{'program':<30}{'state':<9}{'wall s':>8}{'CPU s':>8}  twice"]
-    for paper, outcomes in found.items():
-        for each in outcomes:
-            times = f"{each.wall_s:>8.1f}{each.cpu_s:>8.1f}" if each.wall_s else f"{'-':>8}{'-':>8}"
-            why = f"  {each.why}" if each.state != "done" else ""
-            line = f"{paper:<12}{each.program:<30}{each.state:<9}{times}  {each.twice or '-'}{why}"
-            lines.append(line)
-        wall_s, cpu_s = (
-            sum(getattr(each, name) for each in outcomes) for name in ("wall_s", "cpu_s")
-        )
-        lines.append(f"{paper:<12}{'in sum':<39}{wall_s:>8.1f}{cpu_s:>8.1f}")
+def table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The end of each program, and its times, by paper."""
+    lines = [f"{'paper':<12}{'program':<33}{'state':<9}{'wall s':>8}{'CPU s':>8}  twice"]
+    for paper, programs in found.items():
+        for each in programs:
+            times = "".join(f"{each[key]:>8.1f}" if each[key] else f"{'-':>8}" for key in _TIMES)
+            why = f"  {each['why']}" if each["state"] != "done" else ""
+            line = f"{paper:<12}{each['program']:<33}{each['state']:<9}{times}"
+            lines.append(f"{line}  {each['twice'] or '-'}{why}")
+        sums = "".join(f"{sum(each[key] for each in programs):>8.1f}" for key in _TIMES)
+        lines.append(f"{paper:<12}{'in sum':<42}{sums}")
     return "\n".join(lines) + "\n"
 
 
