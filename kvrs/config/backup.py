@@ -113,5 +113,6 @@ class StatePlaneSettings(Settings):
     enabled: bool = False
     """The agent of a node owns the memory of its instances' weights and KV, below
     `backup.directory`: a process that is started again finds both there, and the instances of a
-    node share one copy of the weights. Only for the embedded engine on a CPU.
+    node share one copy of the weights. It also keeps the weights of `speculation.draft`. Only for
+    the embedded engine on a CPU.
     """

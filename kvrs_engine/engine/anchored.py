@@ -109,7 +109,9 @@ class AnchoredMemory:
         directory = store_directory(config.backup.directory, secret, node)
         reserved_bytes = config.backup.reserved_bytes
         self._instance = instance
-        self._attaching = partial(AnchoredFiles.of_agent, directory, _AGENT_WAIT_S, reserved_bytes)
+        self._attaching = partial(
+            AnchoredFiles.of_agent, directory, wait_s=_AGENT_WAIT_S, reserved_bytes=reserved_bytes
+        )
 
     def decoder(
         self, config: ModelConfig, weights: Weights, directory: Path, positions: int
@@ -121,17 +123,9 @@ class AnchoredMemory:
             ConfigError: the agent refuses, or the files are wrong.
             KvrsError: this machine's matrix library cannot compute exactly.
         """
-        files = [directory / "config.json", *weights.files]
         arena = Arena(skeleton(config))
-        key = kind_of(grain.VERSION, file_states(files))
         try:
-            with self._attaching() as anchored:
-                fd, to_write = anchored.weights(key, arena.size_bytes)
-            if to_write is not None:
-                with ExitStack() as undo:
-                    undo.callback(os.close, fd)
-                    self._write_weights(to_write, key, arena, config, weights, directory)
-                    undo.pop_all()
+            fd, is_new = self._arena(arena, config, weights, directory)
         except NoAgentError as error:
             log.warning("no agent: weights are this process's own", extra={"cause": str(error)})
             return None
@@ -140,9 +134,49 @@ class AnchoredMemory:
         # Populate now, because page faults would cost as much later, in the middle of a step.
         memory = tensor_of(map_file(fd, arena.size_bytes, writable=False, populated=True))
         root = arena.root(memory)
-        if root is None or (to_write is not None and not arena.is_whole(memory)):
+        if root is None or (is_new and not arena.is_whole(memory)):
             raise ConfigError("state_plane: the arena of weights is damaged")
         return proven(with_rotary(arena.decoder(memory), config, positions)), root
+
+    def has_weights(self, directory: Path) -> bool:
+        """Return whether the agent has the weights of a model now."""
+        try:
+            key = _key_of(Weights(directory), directory)
+            with self._attaching(wait_s=0.0) as anchored:
+                return anchored.has_weights(key)
+        except (KvrsError, OSError):
+            return False
+
+    def keep_weights(self, directory: Path) -> None:
+        """Have the agent keep the weights of a model, which are read if it has none, as long as
+        this process runs.
+
+        Raises:
+            KvrsError: there is no agent or no room, or the files are wrong.
+        """
+        config, weights = ModelConfig.from_directory(directory), Weights(directory)
+        # The open descriptor marks the arena as used until the process ends.
+        self._arena(Arena(skeleton(config)), config, weights, directory)
+
+    def _arena(
+        self, arena: Arena, config: ModelConfig, weights: Weights, directory: Path
+    ) -> tuple[int, bool]:
+        """Return a descriptor to read the arena of a model, and whether this process has written
+        it.
+
+        Raises:
+            AnchorError: there is no agent, or not enough memory.
+            ConfigError: the files are wrong.
+        """
+        key = _key_of(weights, directory)
+        with self._attaching() as anchored:
+            fd, to_write = anchored.weights(key, arena.size_bytes)
+        if to_write is not None:
+            with ExitStack() as undo:
+                undo.callback(os.close, fd)
+                self._write_weights(to_write, key, arena, config, weights, directory)
+                undo.pop_all()
+        return fd, to_write is not None
 
     def pool(
         self, start: int, geometry: KvGeometry, pages: int, rows: int, fingerprint: str
@@ -201,6 +235,11 @@ class AnchoredMemory:
             os.close(fd)
         with self._attaching() as anchored:
             anchored.commit(key)
+
+
+def _key_of(weights: Weights, directory: Path) -> str:
+    files = [directory / "config.json", *weights.files]
+    return kind_of(grain.VERSION, file_states(files))
 
 
 def _noted_prefill(ledger: PageLedger) -> PrefillTable | None:

@@ -66,6 +66,7 @@ async def serve(
     async with serve_http(instance, allow_faults=config.cluster.allow_faults) as routes:
         keep_what_is_there()
         ready()
+        restart.keep_draft()
         stopping = asyncio.ensure_future(
             _drained(instance, routes, stop, at_once or asyncio.Event(), config.cluster.drain_s)
         )

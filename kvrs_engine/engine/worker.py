@@ -96,9 +96,9 @@ class Worker(ModelWorker):
         if anchored is None:
             self.pool = KvPool(self.geometry, settings.pages, device)
 
-    def take_memory(self, start: int) -> None:
-        """Take the pages of anchored memory, if any, for start number `start`; call this once,
-        before any computation.
+    def take_memory(self, start: int | None) -> None:
+        """Take the pages of anchored memory, if any, for start number `start`; None: take pages of
+        this process's own. Call this once, before any computation.
 
         Raises:
             ConfigError: the agent refuses.
@@ -106,9 +106,10 @@ class Worker(ModelWorker):
         if self._memory is None:
             return
         settings = self.settings
-        self.anchored = self._memory.pool(
-            start, self.geometry, settings.pages, settings.max_running, self.fingerprint
-        )
+        if start is not None:
+            self.anchored = self._memory.pool(
+                start, self.geometry, settings.pages, settings.max_running, self.fingerprint
+            )
         self.pool = (
             KvPool(self.geometry, settings.pages, torch.device("cpu"))
             if self.anchored is None

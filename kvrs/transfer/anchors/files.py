@@ -144,6 +144,10 @@ class AnchoredFiles:
                 raise AnchorError("another process writes the weights and does not end")
             time.sleep(_POLL_S)
 
+    def has_weights(self, key: str) -> bool:
+        """Return whether the arena of weights is complete."""
+        return f"{_WEIGHTS}{quote(key, safe='')}" in self._directory.names()
+
     def commit(self, key: str) -> None:
         """Make a written arena available to all readers. Its writer has unmapped it and closed its
         descriptor; descriptors for reading may stay open.

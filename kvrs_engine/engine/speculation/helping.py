@@ -28,6 +28,7 @@ from kvrs.protocol.speculation import (
 )
 from kvrs.text.output import load_tokenizer
 from kvrs_engine.elastic.pairing import by_congestion
+from kvrs_engine.engine.anchored import AnchoredMemory
 from kvrs_engine.engine.models.reading import WeightReading
 from kvrs_engine.engine.requests import Vocabulary
 from kvrs_engine.engine.speculation.drafting import Drafting
@@ -48,14 +49,17 @@ class DraftHelper:
         others: Sequence[InstanceSettings],
         http: aiohttp.ClientSession,
         reading: WeightReading,
+        anchored: AnchoredMemory | None = None,
     ) -> None:
-        """`http` authenticates to the other instances; `reading` tracks the draft model's load."""
+        """`http` authenticates to the other instances; `reading` tracks the draft model's load.
+        `anchored` has the draft's weights; None: they are read.
+        """
         self.state = ReloadState.LOADING_DRAFT
         self.paired_with: InstanceId | None = None
         self._config, self._instance = config, instance
         # Only decoding instances use drafts.
         self._others = [one for one in others if one.role is not Role.PREFILL]
-        self._http, self._reading = http, reading
+        self._http, self._reading, self._anchored = http, reading, anchored
         pace = config.speculation.pace
         self._pace = None if pace is None else Pace(pace)
 
@@ -85,7 +89,9 @@ class DraftHelper:
 
         def load() -> None:
             try:
-                found = Worker(directory, self._config.cluster.engine, reading=self._reading)
+                engine = self._config.cluster.engine
+                found = Worker(directory, engine, self._anchored, self._reading)
+                found.take_memory(None)
                 self._reading.end()
                 time.sleep(0.0 if self._pace is None else self._pace.load_s)
             except Exception as error:

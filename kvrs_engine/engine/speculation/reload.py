@@ -28,6 +28,7 @@ from kvrs.protocol.speculation import (
     ReloadNotice,
     ReloadState,
 )
+from kvrs_engine.engine.anchored import AnchoredMemory
 from kvrs_engine.engine.models.reading import reading_of
 from kvrs_engine.engine.speculation.helping import DraftHelper
 
@@ -72,7 +73,14 @@ class Restart:
         self._helps = self.is_announced
         draft = Path(speculation.draft or "")
         self._draft_reading = reading_of(draft, engine.disk_bytes_per_s, speculation.pace)
-        before = self._draft_reading if self._helps else None
+        # The memory of the node's agent for the draft's weights; None: there is no state plane.
+        self._memory: AnchoredMemory | None = None
+        if speculation.source is DraftSourceName.DRAFT and config.state_plane.enabled:
+            node, _ = config.cluster.find(instance)
+            self._memory = AnchoredMemory(config, node.id, instance, secret)
+        self._is_kept = self._helps and self._memory is not None and self._memory.has_weights(draft)
+        # A draft that the agent keeps is not read, so the model does not wait for it.
+        before = self._draft_reading if self._helps and not self._is_kept else None
         model = Path(config.cluster.model or "")
         pace = config.cluster.engine.pace
         self.reading = reading_of(model, engine.disk_bytes_per_s, pace, before)
@@ -93,6 +101,20 @@ class Restart:
     def over(self) -> None:
         self._is_over = True
         self._wake()
+
+    def keep_draft(self) -> None:
+        """Have the node's agent keep the draft's weights for the next start; a thread reads them if
+        it has none.
+        """
+        if self._memory is not None:
+            threading.Thread(target=self._keep, name="kvrs-keep-draft", daemon=True).start()
+
+    def _keep(self) -> None:
+        assert self._memory is not None
+        try:
+            self._memory.keep_weights(Path(self._config.speculation.draft or ""))
+        except KvrsError as error:
+            log.warning("the agent does not keep the draft", extra={"cause": str(error)})
 
     def now(self) -> Reload:
         """Return the current notice."""
@@ -127,8 +149,9 @@ class Restart:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
             helping = None
             if self._helps:
+                memory = self._memory if self._is_kept else None
                 self._helper = DraftHelper(
-                    self._config, self._instance, self._others, http, self._draft_reading
+                    self._config, self._instance, self._others, http, self._draft_reading, memory
                 )
                 helping = asyncio.create_task(self._help(self._helper))
             while not self._is_over:
