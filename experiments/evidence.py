@@ -40,10 +40,10 @@ contradicts the publication, or is unattainable, decides. Ours are in the order 
 figures; an interval is that of a mean over runs (95 %, Student). `(+2)` stands for two more:
 [evidence.json](evidence.json) has all, with the reasons, the cause of each row that is not
 reproduced, and the age of each result. A dagger (†) stands at a result since which a sentinel of
-the code has moved. In LUMEN's rows 8x2 means that two of eight workers fail; `10x1:1.2` has another
-rate of a worker. Mechanisms that differ:
-[papers](research/papers.md). Rows that measure nothing, and results that miss a bar of our own, are
-in the [appendix](#appendix). `python -m experiments.run_all --readme` makes the page.
+the code has moved; a run is void that shared the machine with others. In LUMEN's rows 8x2 means
+that two of eight workers fail; `10x1:1.2` has another rate of a worker. Mechanisms that differ:
+[papers](research/papers.md). Rows that measure nothing, and results that miss a bar of our own,
+are in the [appendix](#appendix). `python -m experiments.run_all --readme` makes the page.
 """
 
 _APPENDIX = """## Appendix
@@ -153,12 +153,13 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def verdict_of(row: Mapping[str, Any]) -> str:
-    """The verdict with the parameters that it took, and a dagger where a sentinel has moved."""
+    """The verdict, the parameters that were fitted, and how far the run can be relied on."""
     number, verdict = row["fitted"], row["verdict"]
     plural = "s" if number > 1 else ""
     is_shown = number and verdict == Verdict.REPRODUCED
     fitted = f", {number} parameter{plural} fitted" if is_shown else ""
-    return f"**{verdict}**{fitted}{' †' if 'sentinel' in row['note'] else ''}"
+    void = ", but the run is void" if row["note"].startswith("void") else ""
+    return f"**{verdict}**{fitted}{void}{' †' if 'sentinel' in row['note'] else ''}"
 
 
 def _link(folder: str) -> str:

@@ -198,6 +198,8 @@ def test_fitted_parameters_are_counted_by_the_result(tmp_path: Path) -> None:
     row = replace(one, result="b.json").row(Results(tmp_path))
     assert evidence.verdict_of(row) == "**reproduced**, 1 parameter fitted"
     assert evidence.verdict_of(row | {"verdict": "direction"}) == "**direction**"
+    void = row | {"verdict": "direction", "note": "void: busy; since a day the sentinel `a` has"}
+    assert evidence.verdict_of(void) == "**direction**, but the run is void †"
 
 
 def test_a_figure_beside_a_link_is_one_of_its_text(tmp_path: Path) -> None:

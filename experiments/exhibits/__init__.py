@@ -86,13 +86,16 @@ class Exhibit:
 
     @property
     def note(self) -> str:
-        """How old the kept result is, or what has changed since; also of how many runs it is."""
+        """How old the kept result is, or what has changed since; of how many runs it is, and
+        whether it is void.
+        """
         if self.result is None or not KEPT.has(self.result):
             return ""
         runs = runs_of(self.result)
         last = runs[-1]
         age = note_for(self.sentinels, last["commit"], last.get("at", ""))
-        return "; ".join(filter(None, [age, parts_of(runs)]))
+        void = f"void: {last['void']}" if "void" in last else ""
+        return "; ".join(filter(None, [void, age, parts_of(runs)]))
 
     def row(self, results: Results = KEPT) -> dict[str, Any]:
         """The exhibit as data: every comparison, and why the verdict is what it is."""
