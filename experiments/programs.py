@@ -296,6 +296,7 @@ _UNCLEAR = "1,3,4,9,13,18,19,25,26,30,33,39"
 
 OTHERS = (
     _of("lumen", "fit", 10, "fit", is_virtual=True),
+    _of("lumen", "beside_prompts", 0.2, "beside_prompts", is_virtual=True),
     _of("request_path", "gauge", 1, "gauge"),
     _of("request_path", "size", 1, "size"),
     _of("request_path", "places", 1, f"places --seed 4211 --unclear {_UNCLEAR}"),
