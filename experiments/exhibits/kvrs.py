@@ -11,6 +11,7 @@ from experiments.verdicts import Claim, Compared, change
 from kvrs.profiles import catalog
 
 SKEW, SKEW_DISTSERVE = "load_skew/results/rates.json", "load_skew/results/distserve_rates.json"
+SKEW_SIMULATED = "load_skew/results/simulated.json"
 HAND_OFF, HAND_OFF_DISTSERVE = (
     f"crossover/results/{name}.json" for name in ("hand_off", "hand_off_distserve")
 )
@@ -136,6 +137,7 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
     "Figure: crossover validation, on DistServe": partial(hand_off, HAND_OFF_DISTSERVE),
     "Figure: goodput under skew": partial(skew, SKEW),
     "Figure: goodput under skew, on DistServe": partial(skew, SKEW_DISTSERVE),
+    "Figure: goodput under skew, in virtual time": partial(skew, SKEW_SIMULATED),
     "Migrate or recompute": partial(cells, "crossover/results/crossover.json"),
     "Migrate or recompute, on DistServe": partial(cells, "crossover/results/distserve.json"),
     "Migrate or recompute, nothing paced": computed,
@@ -187,7 +189,8 @@ def _crossing(path: str, engine: str, results: Results) -> list[Panel]:
 def _skew(results: Results) -> list[Panel]:
     gained = _published(source="Figure: goodput under skew", what="goodput at 90 % skew")
     ours = []
-    for path, engine in ((SKEW, "embedded engine"), (SKEW_DISTSERVE, "DistServe")):
+    engines = {SKEW: "embedded engine", SKEW_DISTSERVE: "DistServe", SKEW_SIMULATED: "virtual time"}
+    for path, engine in engines.items():
         if results.has(path):
             rows = results(path)["rows"]
             found = [mean_of(_gains(ways)) for ways in rows.values()]
