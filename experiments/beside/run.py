@@ -11,6 +11,7 @@ or showed a wrong token.
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,8 +71,13 @@ def url_of(front: Front) -> str:
     return f"{front.url}/v1/{'chat/completions' if front.takes_chats else 'completions'}"
 
 
-async def run_of(front: Front, fault: signal.Signals | None, count: int) -> list[Stream]:
-    """All streams at once; the fault once each of them has its first tokens."""
+async def run_of(
+    front: Front, fault: signal.Signals | None, count: int
+) -> tuple[list[Stream], int | None]:
+    """All streams at once; the fault once each of them has its first tokens. Also returns how many
+    were open at the server then; None: it does not say.
+    """
+    struck = None
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
 
@@ -91,9 +97,21 @@ async def run_of(front: Front, fault: signal.Signals | None, count: int) -> list
                 if time.monotonic() > give_up_s:
                     raise BenchError(f"not all streams had {STRIKE_AT} tokens in time")
                 await asyncio.sleep(0.02)
+            struck = await _open_at(session, front)
+            if struck == 0:
+                raise BenchError("its clients are so far behind that the server has no stream open")
             os.kill(front.servers.processes[STRUCK].pid, fault)
         await asyncio.gather(*reading)
-    return streams
+    return streams, struck
+
+
+async def _open_at(session: aiohttp.ClientSession, front: Front) -> int | None:
+    """How many requests the server that is struck says it has."""
+    if not front.servers.ports:
+        return None
+    async with session.get(f"{front.servers.urls[STRUCK]}/metrics") as answer:
+        (count,) = re.findall(r"^vllm:num_requests_running.* (\S+)$", await answer.text(), re.M)
+        return int(float(count))
 
 
 async def _trial(one: Any) -> None:
@@ -117,12 +135,13 @@ def measured(subject: Subject, fault: str, peers: Path, count: int) -> dict[str,
         place = Place(Path(name), peers, PAUSE_S)
         try:
             with subject.start(place) as front:
-                found = figures_of(asyncio.run(run_of(front, FAULTS[fault], count)))
+                streams, struck = asyncio.run(run_of(front, FAULTS[fault], count))
         except MissingError as error:
             return {"skipped": str(error)}
         except (BenchError, subprocess.SubprocessError) as error:
             return {"failed": str(error)}
-    return {"version": subject.version(peers)} | found
+    found = figures_of(streams)
+    return {"version": subject.version(peers), "struck_streams": struck} | found
 
 
 def as_text(cells: dict[str, Any]) -> str:
