@@ -41,7 +41,7 @@ def doctor(
     admin_url: AdminUrl = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Check this machine, and the cluster if its proxy answers, and print how to fix it."""
+    """Check this machine, and the cluster if its proxy answers; print each problem and its fix."""
     from kvrs.cli.cluster_checks import ask, cluster_findings
     from kvrs.cli.machine_checks import machine_findings
     from kvrs.cli.model_checks import exactness_findings, model_findings

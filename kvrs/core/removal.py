@@ -28,8 +28,8 @@ def remove(control: Control[Any], instance: InstanceId, drain_s: float, now_s: f
 
 
 def gone(control: Control[Any], now_s: float) -> list[InstanceId]:
-    """Remove and return instances that all streams have left; call repeatedly while any is
-    `Drains.leaving`.
+    """Remove the instances in `Drains.leaving` that all streams have left, and return them; call
+    repeatedly until `Drains.leaving` is empty.
     """
     gone = [
         name

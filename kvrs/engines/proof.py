@@ -10,7 +10,8 @@ import torch
 
 from kvrs.transfer.rows.client import RowClient
 
-PROMPTS = 32  # Number of prompts, with rows at an agent, for each row that is compared.
+# One row is compared for every so many prompts of which an agent has rows.
+PROMPTS = 32
 # Largest `distance` of rows that count as equal. A row from another batch differs by rounding
 # errors of all layers; a row of other tokens, weights or layout is unrelated: about 1.4.
 _MOST = 0.25

@@ -13,7 +13,8 @@ class ExpertReport(msgspec.Struct, frozen=True):
     """
 
     count: _Natural  # Number of experts in each layer that has experts.
-    # Units of experts that are held a second time, on a rank that does not own them.
+    # Number of parts of experts (a whole expert, or one of its equal divisions, of one layer) that
+    # are held a second time, on a rank that does not own them.
     copies: _Natural
     # Load of the busiest rank divided by the mean load of all, from the latest choices; 1.0: not
     # known yet.

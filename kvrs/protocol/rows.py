@@ -8,17 +8,18 @@ the agent answers, one question at a time:
                its ledger. The connection stays open as long as the engine lives
     SPACE      HELD: from here on keys are of this namespace and rows of this size
     LOOKUP     FOUND and a byte for each key: 1 where its row is held
-    LOAD       ROW for each key, in order: its tag and its bytes; or GONE. Within a node CHECKED
-               for rows of its own engines: a checksum stands in place of the tag
-    PROTECTED  KEYS for each space with rows that running streams need, then HELD. Rows that are
-               loaded by this connection wait for those of all others
+    LOAD       For each key in order, ROW with its tag and its bytes, or GONE. A client of the
+               same node gets CHECKED for rows of the node's engines, with a checksum in place of
+               the tag
+    PROTECTED  KEYS with the rows that running streams need, for each namespace that has such rows,
+               then HELD. From here on, loads of this connection wait for those of all others
     any        REFUSED and the reason, and the end
 
 A frame is a header (magic, type, bytes of a key, number of keys, bytes of what follows them), the
 keys, and the rest. All lengths are compared with bounds before memory is allocated for them.
 
 The tag of a row is a MAC (`transfer/rows/tags.py`). Other frames have no MAC: changing them on the
-way can only make prompts be computed.
+way can only cause a prompt to be computed again.
 """
 
 import struct

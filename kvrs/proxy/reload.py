@@ -160,7 +160,11 @@ def nodes_of(config: Config) -> Nodes:
 
 
 def with_nodes(config: Config, nodes: Nodes) -> Config:
-    """Return the configuration with other nodes. Raises ConfigError: the nodes have faults."""
+    """Return the configuration with other nodes.
+
+    Raises:
+        ConfigError: an entry of the nodes is invalid.
+    """
     document = _plain(config)
     if nodes == document["cluster"]["nodes"]:
         return config

@@ -62,8 +62,8 @@ class Arrivals:
     def look(self) -> Arrived | None:
         """Return the bytes that arrived since the last call; None: not reported by the system.
 
-        The kernel counts the silence since the last bytes in ticks of its clock (1 to 10 ms). A
-        reader that keeps up is more exact: bytes not older than a tick arrived now.
+        The kernel counts the silence since the last bytes in ticks of its clock (1 to 10 ms). After
+        a silence of at most one tick, the bytes are taken to have arrived at this call.
         """
         try:
             now_s, info = time.monotonic(), self._info()

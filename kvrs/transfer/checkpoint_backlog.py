@@ -281,7 +281,7 @@ class CheckpointBacklog:
                 delivery.offered = False
 
     def moved(self, holder: InstanceId) -> None:
-        """Note that a new holder, which may have no pages, has replaced this holder."""
+        """Record that another process, which may have no pages, has replaced this holder."""
         for delivery in self._current.values():
             if delivery.holder == holder:
                 lag_pages = delivery.lag_pages

@@ -473,8 +473,8 @@ def _transfer_test(life: TestedProcess, others: Iterable[TestedProcess]) -> Tran
 
 
 def _capabilities(info: InstanceInfo, seen: Seen) -> list[str]:
-    """Capabilities that the instance declares, without those that its tests have refuted, and how
-    it continues a stream.
+    """Capabilities that the instance declares, without those that its tests have refuted, and a
+    word for the way in which it continues a stream, if a test has shown it.
     """
     unseen = set() if seen.moves_kv else {*_OF_KV}
     names = [each.value for each in info.capabilities if each not in unseen]

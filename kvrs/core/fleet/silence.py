@@ -177,7 +177,9 @@ class InstanceProgress:
         self.delivered[instance].stood_still_s = -inf
 
     def moved_for_s(self, instance: InstanceId, heard_s: float) -> float:
-        """Return how long after `heard_s` the instance last showed progress."""
+        """Return how long after `heard_s`, a stream's last output, the instance last showed
+        progress with any stream; 0.0: it has shown none since.
+        """
         return max(0.0, self.delivered[instance].last_s - heard_s)
 
     def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:

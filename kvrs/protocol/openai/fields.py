@@ -25,7 +25,9 @@ class Treatment(StrEnum):
     # kvrs decodes and checks the field, and sends it to engines that need it.
     UNDERSTOOD = "understood"
     PASSED = "passed"  # The engine gets the field undecoded, and checks it.
-    WHOLE = "whole"  # Passed like PASSED, but one engine answers the whole request in one piece.
+    # The engine gets the field as with PASSED; one engine answers the whole request, without a
+    # hand-off, and no other one continues it.
+    WHOLE = "whole"
     IGNORED = "ignored"  # No output depends on the field, and no engine gets it.
     REFUSED = "refused"
     INTERNAL = "internal"  # Proxies set the field; a client's value is dropped.

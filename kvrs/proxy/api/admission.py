@@ -226,11 +226,11 @@ class Admissions:
         call.body = await read_body(request, call.held)
 
     def _max_elements(self, size_bytes: int) -> int:
-        """Return the most JSON elements that a body may have: as many as the model's longest
-        prompt.
+        """Return the most JSON elements that a body may have: those of a prompt with as many
+        tokens as the model's context.
 
         Raises:
-            RequestError: more bytes than the longest prompt has.
+            RequestError: the body has more bytes than such a prompt can have.
         """
         served = self._instances.max_model_len
         if served is None:

@@ -53,7 +53,8 @@ class RowLoads:
         self._node = node
         self._meter = HandOffMeter()
         self._open: list[_Open] = []
-        # Time at which the last open load was over; None: one is not over, or none is open.
+        # Time at which all loads in `_open` were first seen to have ended; None: one has not ended,
+        # or the list is empty.
         self._over_s: float | None = None
         # From the last read: start time of the process, whether it loads from a store, and its
         # counts.

@@ -10,7 +10,7 @@ from kvrs.protocol.mirror import AckStatus, StreamEvent, Update, UpdateAck
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.roles import RoleChange
 
-# Most bytes of a mirrored record: a longer record would not fit into one message.
+# Largest size of a mirrored record in bytes: a larger one would not fit into one message.
 _MAX_RECORD_BYTES = 32 << 20
 # Time for which a mirror's answer is valid. An owner without a valid answer may have been paused,
 # and its stream granted to another owner, so until the next answer its client gets only what the

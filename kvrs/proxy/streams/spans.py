@@ -28,7 +28,9 @@ _extract = TraceContextTextMapPropagator().extract
 
 
 class CallSpan:
-    """Span of a call to an instance, which ends with its block, with an error if the block does."""
+    """Span of a call to an instance. The span ends with its `with` block, and is marked as failed
+    if the block raises an error.
+    """
 
     __slots__ = ("_span", "traceparent")
 

@@ -132,7 +132,8 @@ class Watchdog:
         self._tick: int | None = None  # Tick of the next look; None: no look is scheduled.
         self._is_over = False
         self.has_expired = False
-        # Limit or silence in seconds that ended the block; 0: not ended by silence.
+        # Seconds for the error: the limit that passed, or the silence if the block ended before a
+        # look; 0: the block was not ended by silence.
         self.exceeded_s = 0.0
 
     def __enter__(self) -> Self:

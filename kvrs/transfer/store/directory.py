@@ -1,4 +1,6 @@
-"""Directory of one node's store, which survives a restart of the agent."""
+"""The directory in the file system with the pages of a node's store. The pages survive a restart of
+the agent.
+"""
 
 import fcntl
 import os
