@@ -297,6 +297,11 @@ _UNCLEAR = "4,6,7,9,11,13,17,19,22,25,26,27,33"
 OTHERS = (
     _of("lumen", "fit", 10, "fit", is_virtual=True),
     _of("lumen", "beside_prompts", 0.2, "beside_prompts", is_virtual=True),
+    _of(
+        *("lumen", "four_workers", 10),
+        "paper --exhibits B.4 --cases 4x1 --keep four_workers --seeds 3 --jobs 2",
+        is_virtual=True,
+    ),
     _of("request_path", "gauge", 1, "gauge"),
     _of("request_path", "size", 1, "size"),
     _of("request_path", "places", 1, f"places --seed 31129 --unclear {_UNCLEAR}"),

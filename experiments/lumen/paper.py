@@ -182,6 +182,7 @@ def main() -> int:
     parser.add_argument("--exhibits", nargs="+", choices=list(EXHIBITS), default=["B.1"])
     parser.add_argument("--cases", nargs="+", help="of these exhibits; default: all")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--keep", metavar="RESULT", help="whose cells these are")
     parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     options = parser.parse_args()
@@ -216,7 +217,7 @@ def measured(
     one fails. True if the record is void.
     """
     record = Record(*range(options.seeds), timed=False)
-    cells = Cells(options.out, result, settings_of(result))
+    cells = Cells(options.out, options.keep or result, settings_of(result))
     cases = dict.fromkeys(
         case
         for exhibit in exhibits
