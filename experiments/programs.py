@@ -275,7 +275,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("pipelines", "knees", 2, "knees --jobs 2"),
-            quick=(1.5, "knees --jobs 2"),
+            quick=(1.5, "knees --nodes 8 --jobs 2"),
             is_virtual=True,
         ),
         _of("pipelines", "capacity", 9, "capacity", quick=(1.5, "capacity --rates 2 --load-s 8")),
