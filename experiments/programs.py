@@ -222,8 +222,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             is_virtual=True,
         ),
         _of(
-            *("raidserve", "curves", 8, "curves --jobs 2 --seeds 1", TRACE),
-            quick=(2, "curves --jobs 2 --seeds 1"),
+            *("raidserve", "curves", 8, "curves --jobs 2 --seeds 1", TRACE),  # In full one seed.
             is_virtual=True,
         ),
         _of(
