@@ -23,6 +23,7 @@ SINGLES = ("4x1", "8x1", "16x1", "32x1", "64x1")
 PAPER = tuple(f"lumen/results/{name}.json" for name in ("paper", "loads", "sizes"))
 PROTOTYPE = ("lumen/results/lumen.json",)
 DRAFTED = ("lumen/results/progressive.json",)
+FOUR_WORKERS = "lumen/results/four_workers.json"
 PROCESSES = "lumen/results/recovery.json"
 COST = "checkpoint_cost/results/checkpoint_cost.json"
 MEASURES = {
@@ -257,6 +258,9 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
     "Figure 10 (B.2): request rates": partial(changes, "Figure 10 (B.2)", PAPER, ()),
     "Figure 11 (B.3): 1 to 5 of 10 fail": partial(changes, "Figure 11 (B.3)", PAPER, ()),
     "Figure 12 (B.4): a quarter fails": partial(changes, "Figure 12 (B.4)", PAPER, QUARTERS),
+    "Figure 12 (B.4): four workers, the present clock": partial(
+        changes, "Figure 12 (B.4)", (FOUR_WORKERS,), QUARTERS[:1]
+    ),
     "B.4: checkpoints lost with their streams": co_failure,
     "Figure 13, Table 4 (B.5): one fails": one_failure,
     "Table 5 (B.6): depth of speculation": partial(variants, "Table 5 (B.6)"),
