@@ -159,6 +159,8 @@ def config_of(case: Case, scheme: Scheme) -> Config:
             "policy": {
                 "name": scheme.policy,
                 "dispatch": scheme.dispatch,
+                # As published, a victim that is not at its checkpoint's holder is recomputed.
+                "restored_at": "holder" if scheme.policy == "always_restore" else "anywhere",
                 "admission": {"wait_s": case.setup.wait_s},
             },
             "backup": {"capacity_bytes": 160 << 30, **scheme.backup},
