@@ -120,7 +120,7 @@ def test_it_leads_a_group_where_it_is_asked_to(options: dict[str, Any]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("blocked", "status"), [([], -signal.SIGHUP), ([signal.SIGHUP], 0)])
+@pytest.mark.parametrize(("blocked", "status"), [([], -signal.SIGUSR1), ([signal.SIGUSR1], 0)])
 def test_signals_are_blocked_that_its_starter_blocks(
     blocked: list[signal.Signals], status: int
 ) -> None:
@@ -130,7 +130,7 @@ def test_signals_are_blocked_that_its_starter_blocks(
         process = AnyModule([sys.executable, "-m", "json.tool"], stdin=subprocess.PIPE)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, own)
-    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGUSR1)
 
     process.communicate(b"[]", timeout=60)
 
