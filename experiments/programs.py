@@ -305,7 +305,7 @@ OTHERS = (
     _of("lumen", "beside_prompts", 0.2, "beside_prompts", is_virtual=True),
     _of(
         *("lumen", "four_workers", 10),
-        "paper --exhibits B.4 --cases 4x1 --keep four_workers --seeds 3 --jobs 2",
+        "paper --exhibits B.4 --cases 4x1 --keep four_workers --seeds 5 --jobs 2",
         is_virtual=True,
     ),
     _of("request_path", "gauge", 1, "gauge"),
