@@ -185,7 +185,22 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("lumen", "sizes", 200, "paper --exhibits B.4 B.5 --jobs 2"),
-            quick=(1.5, "paper --exhibits B.4 B.5 --cases 4x1 8x1 --seeds 1 --jobs 2"),
+            quick=(1, "paper --exhibits B.5 --cases 8x1 --seeds 1 --jobs 2"),
+            is_virtual=True,
+        ),
+        _of(
+            *("lumen", "four_workers", 5),
+            "paper --exhibits B.4 --cases 4x1 --keep four_workers --jobs 2",
+            quick=(
+                0.5,
+                "paper --exhibits B.4 --cases 4x1 --keep four_workers --seeds 1 --jobs 2",
+            ),
+            is_virtual=True,
+        ),
+        _of(
+            *("lumen", "ten_workers", 15),
+            "paper --exhibits B.1 B.6 B.7 --keep ten_workers --jobs 2",
+            quick=(0.7, "paper --exhibits B.1 --keep ten_workers --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -303,11 +318,6 @@ _UNCLEAR = "4,6,7,9,11,13,17,19,22,25,26,27,33"
 OTHERS = (
     _of("lumen", "fit", 10, "fit", is_virtual=True),
     _of("lumen", "beside_prompts", 0.2, "beside_prompts", is_virtual=True),
-    _of(
-        *("lumen", "four_workers", 10),
-        "paper --exhibits B.4 --cases 4x1 --keep four_workers --seeds 5 --jobs 2",
-        is_virtual=True,
-    ),
     _of("request_path", "gauge", 1, "gauge"),
     _of("request_path", "size", 1, "size"),
     _of("request_path", "places", 1, f"places --seed 31129 --unclear {_UNCLEAR}"),

@@ -24,6 +24,7 @@ PAPER = tuple(f"lumen/results/{name}.json" for name in ("paper", "loads", "sizes
 PROTOTYPE = ("lumen/results/lumen.json",)
 DRAFTED = ("lumen/results/progressive.json",)
 FOUR_WORKERS = "lumen/results/four_workers.json"
+TEN_WORKERS = "lumen/results/ten_workers.json"
 PROCESSES = "lumen/results/recovery.json"
 COST = "checkpoint_cost/results/checkpoint_cost.json"
 MEASURES = {
@@ -255,6 +256,9 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
     "Figures 6, 9 on processes": on_processes,
     "Steady state": steady,
     "Table 3 (B.1): one of ten fails": partial(changes, "Table 3 (B.1)", PAPER, ()),
+    "Table 3 (B.1): one of ten fails, the present clock": partial(
+        changes, "Table 3 (B.1)", (TEN_WORKERS,), ()
+    ),
     "Figure 10 (B.2): request rates": partial(changes, "Figure 10 (B.2)", PAPER, ()),
     "Figure 11 (B.3): 1 to 5 of 10 fail": partial(changes, "Figure 11 (B.3)", PAPER, ()),
     "Figure 12 (B.4): a quarter fails": partial(changes, "Figure 12 (B.4)", PAPER, QUARTERS),
