@@ -1,7 +1,7 @@
 """Measurement of DistServe's stages before they take requests: a prompt of a few lengths, and a
 decoding step, each with the part of it that the engine takes beside the model.
 
-The module needs no DistServe: it sees the engine as the server does, through jobs.
+The measurement sends jobs to the engine, as the server does, so the module needs no DistServe.
 """
 
 import asyncio

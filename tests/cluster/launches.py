@@ -37,6 +37,19 @@ def until(holds: Callable[[], Found | None], within_s: float = END_S) -> Found:
     return found
 
 
+def token_ids(url: str, prompt: list[int], tokens: int, seed: int | None = None) -> list[int]:
+    """Return the token ids of a completion; without a seed it is greedy."""
+    body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    body |= {"return_token_ids": True, "temperature": 0.0 if seed is None else 0.9}
+    body |= {} if seed is None else {"seed": seed}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=END_S) as answer:
+        found: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return found
+
+
 def is_running(pid: int) -> bool:
     """A zombie is not: an orphan that ended stays one until init looks at it, which not every
     container's does.

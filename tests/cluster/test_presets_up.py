@@ -1,9 +1,7 @@
 """`kvrs lab up --preset NAME`, without any other setting: streams are exact through a kill."""
 
-import json
 import os
 import signal
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.presets import SystemPreset
-from tests.cluster.launches import END_S, Launch, ask, until
+from tests.cluster.launches import END_S, Launch, ask, token_ids, until
 
 pytestmark = [
     pytest.mark.process,
@@ -44,18 +42,7 @@ def launch(preset: SystemPreset, tmp_path: Path) -> Iterator[Launch]:
 
 
 def complete(launch: Launch, seed: int | None) -> list[int]:
-    """Greedy without a seed."""
-    body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
-    body |= {"return_token_ids": True, "temperature": 0.0 if seed is None else 0.9}
-    body |= {} if seed is None else {"seed": seed}
-    request = urllib.request.Request(
-        f"{launch.urls[0]}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=END_S) as answer:
-        token_ids: list[int] = json.load(answer)["choices"][0]["token_ids"]
-    return token_ids
+    return token_ids(launch.urls[0], PROMPT, TOKENS, seed)
 
 
 def state(launch: Launch) -> dict[str, Any]:

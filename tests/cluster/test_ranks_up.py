@@ -1,7 +1,6 @@
 """Clusters whose instances have several ranks, of different degrees."""
 
 import asyncio
-import json
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from kvrs_lab.faults.schedule import FaultSchedule
 from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.passes import Injection
 from kvrs_testkit.forked import starts_forked
+from tests.cluster.launches import token_ids
 
 pytestmark = [
     pytest.mark.process,
@@ -70,18 +70,7 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
 
 
 def complete(cluster: Cluster, seed: int | None = None, tokens: int = TOKENS) -> list[int]:
-    """Greedy without a seed."""
-    body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
-    body |= {"return_token_ids": True, "temperature": 0.0 if seed is None else 0.9}
-    body |= {} if seed is None else {"seed": seed}
-    request = urllib.request.Request(
-        f"{cluster.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=100) as answer:
-        token_ids: list[int] = json.load(answer)["choices"][0]["token_ids"]
-    return token_ids
+    return token_ids(cluster.url, PROMPT, tokens, seed)
 
 
 def greedy(model: Path) -> list[int]:

@@ -2,10 +2,8 @@
 again.
 """
 
-import json
 import os
 import signal
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ from kvrs.ids import InstanceId
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_testkit.forked import starts_forked
-from tests.cluster.launches import END_S, until
+from tests.cluster.launches import END_S, token_ids, until
 
 pytestmark = [
     pytest.mark.process,
@@ -52,16 +50,7 @@ def row(cluster: Cluster, name: str) -> dict[str, Any]:
 def ids(cluster: Cluster, tokens: int) -> list[int]:
     """The ids of a greedy stream."""
     prompt = [(7 * at * at + 3) % 500 + 2 for at in range(50)]
-    body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    body |= {"return_token_ids": True, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{cluster.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=END_S) as answer:
-        found: list[int] = json.load(answer)["choices"][0]["token_ids"]
-    return found
+    return token_ids(cluster.url, prompt, tokens)
 
 
 def test_self_tests_are_made_with_drafts(cluster: Cluster) -> None:
