@@ -173,7 +173,8 @@ def test_a_killed_rank_comes_back_in_its_stage(
     until(lambda: second_stage.now.pids[1] != before and second_stage.now.reforming is None)
 
     assert same_bytes(found, expected)
-    assert news[0] == (True, 1)
+    # A remote host tells of its start, too, and that may be read late.
+    assert (True, 1) in news
     assert news[-1] == (False, 1)
     assert not ended
 
