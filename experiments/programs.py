@@ -253,7 +253,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("raidserve", "computed", 40, "computed --limit-s 2300"),
-            quick=(4, "computed --repeats 1"),
+            quick=(7, "computed --repeats 1"),
         ),
         _of("gpu", "attention", 5, "attention", GPU, quick=(1, "attention")),
     ),
