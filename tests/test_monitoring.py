@@ -193,6 +193,15 @@ def test_panels_neither_overlap_nor_share_a_number() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
+def test_every_alert_has_a_runbook_and_names_it() -> None:
+    """In the order of the rules; a runbook of an alert that went goes too."""
+    page = (GUIDE / "runbooks.md").read_text(encoding="utf-8")
+
+    assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == [*rules()]
+    for name, rule in rules().items():
+        assert rule["annotations"]["runbook"] == f"kvrs docs runbooks#{name.lower()}"
+
+
 def test_every_alert_has_a_case() -> None:
     """A rule without one may never have fired."""
     assert rules().keys() == CASES.keys()

@@ -1,5 +1,6 @@
 """`kvrs docs` prints pages of the documentation, which are installed with the package."""
 
+import re
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Annotated
@@ -13,21 +14,26 @@ from kvrs.errors import ConfigError
 _CHECKOUT, _INSTALLED = "docs", "share/doc/kvrs"
 _FOLDERS = ("guide", "research")
 _SUFFIX = ".md"
+_HEADING = re.compile(r"^(##+) (.+)$", re.MULTILINE)
 
-Page = Annotated[str | None, typer.Argument(help="Name of a page; without it, a list of all")]
+Page = Annotated[
+    str | None, typer.Argument(help="PAGE or PAGE#SECTION; without it, a list of all pages")
+]
 
 
 def docs(page: Page = None) -> None:
-    """Print a page of the documentation, or a list of its pages."""
+    """Print a page of the documentation, one of its sections, or a list of the pages."""
     known = pages()
     if page is None:
         for name, file in sorted(known.items()):
             print(f"{name:<16}{title(file)}")
         return
-    name = page.rpartition("/")[2].partition("#")[0].removesuffix(_SUFFIX)
+    path, _, anchor = page.partition("#")
+    name = path.rpartition("/")[2].removesuffix(_SUFFIX)
     if name not in known:
         raise ConfigError(f"got {page!r}; allowed: {', '.join(sorted(known))}")
-    print(known[name].read_text(encoding="utf-8"), end="")
+    text = known[name].read_text(encoding="utf-8")
+    print(section(text, anchor) if anchor else text, end="")
 
 
 def pages() -> dict[str, Path]:
@@ -37,6 +43,17 @@ def pages() -> dict[str, Path]:
     root = Path(kvrs.__file__).parents[1] / _CHECKOUT
     found = [page for folder in _FOLDERS for page in (root / folder).glob(f"*{_SUFFIX}")]
     return {page.stem: page for page in sorted(found or _installed())}
+
+
+def section(text: str, anchor: str) -> str:
+    """Return the section of a page whose heading has this anchor. Raises ConfigError: none has."""
+    headings = list(_HEADING.finditer(text))
+    anchors = [re.sub(r"[^\w\- ]", "", each[2].lower()).replace(" ", "-") for each in headings]
+    if anchor not in anchors:
+        raise ConfigError(f"got section {anchor!r}; allowed: {', '.join(anchors)}")
+    begin, *others = headings[anchors.index(anchor) :]
+    ends = (each.start() for each in others if len(each[1]) <= len(begin[1]))
+    return text[begin.start() : next(ends, len(text))]
 
 
 def title(page: Path) -> str:

@@ -18,9 +18,21 @@ _NAMED = re.compile(r"kvrs docs ([a-z-]+)")
 
 
 def test_a_page_is_printed_by_its_name_or_the_path_that_it_has_in_the_checkout() -> None:
-    for name in ("vllm", "vllm.md", "docs/guide/vllm.md", "docs/guide/vllm.md#start"):
+    for name in ("vllm", "vllm.md", "docs/guide/vllm.md"):
         printed = CliRunner().invoke(app, ["docs", name])
         assert printed.stdout == (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8"), name
+
+
+def test_a_section_is_printed_by_its_anchor() -> None:
+    """With the sections below it, up to the next one of its level; alerts name such a section."""
+    text = (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8")
+
+    printed = CliRunner().invoke(app, ["docs", "docs/guide/vllm.md#start"]).stdout
+
+    assert printed == "## Start" + text.partition("## Start")[2].partition("## Aliases")[0]
+    assert "### With a file" in printed
+    error = CliRunner().invoke(app, ["docs", "vllm#stop"]).exception
+    assert str(error).startswith("got section 'stop'; allowed: start, with-a-file, ")
 
 
 def test_without_a_name_all_pages_are_listed_with_their_titles() -> None:

@@ -299,9 +299,11 @@ def test_prometheus_and_grafana_get_the_rules_and_the_dashboard() -> None:
     assert endpoint["authorization"]["credentials"] == {"name": "kvrs", "key": "admin-token"}
     assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", own["podMonitor"]["tlsConfig"])
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert manifests["PrometheusRule", "east"]["spec"] == yaml.safe_load(
-        (CHART / "files" / "alerts.yaml").read_text()
-    )
+    rules = (CHART / "files" / "alerts.yaml").read_text()
+    linked = rules.replace("runbook: kvrs docs runbooks#", "runbook_url: https://docs.example/#")
+    assert manifests["PrometheusRule", "east"]["spec"] == yaml.safe_load(linked)
+    plain = found(example("machines-values.yaml"))["PrometheusRule", "east"]["spec"]
+    assert plain == yaml.safe_load(rules)
     (text,) = manifests["ConfigMap", "east-dashboard"]["data"].values()
     assert json.loads(text) == json.loads((CHART / "files" / "dashboard.json").read_text())
     elastic = found(example("elastic-values.yaml"))["PodMonitor", "east-kvrs"]["spec"]
