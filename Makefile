@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo time-demo demo-vllm test test-all test-fast package test-vllm test-sglang check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
+.PHONY: install demo time-demo demo-vllm test test-all test-fast package test-vllm test-sglang check-vllm check-sglang check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
 
 install: .venv/.installed
 
@@ -98,6 +98,17 @@ ALONE := $(shell unshare --net true 2>/dev/null && echo 'unshare --net sh -c '"'
 	PYTHON=$(PYTHON) tests/sglang/install.sh .venv-sglang
 	@touch $@
 
+# The contract, and a proxy before real servers, of another version of an engine: `make check-vllm VERSION=0.33.0`
+# in an environment of its own (3 GB), or in that of KVRS_VLLM_PYTHON (KVRS_SGLANG_PYTHON).
+CHECKED = KVRS_$(shell echo $* | tr a-z A-Z)_PYTHON
+
+check-vllm check-sglang: check-%: install
+	@test -n "$(VERSION)$($(CHECKED))" || { echo "got neither VERSION nor $(CHECKED)" >&2; exit 2; }
+	$(if $(VERSION),PYTHON=$(PYTHON) tests/$*/install.sh .venv-$*-$(VERSION) $(VERSION))
+	$(if $(VERSION),$(CHECKED)=$(CURDIR)/.venv-$*-$(VERSION)/bin/python) OMP_NUM_THREADS=1 \
+		$(if $(filter sglang,$*),$(ALONE)) $(BIN)/python -m pytest -s -m $* \
+		tests/backends/test_backend_contract.py tests/$*/test_$*_proxy.py
+
 # The same simulations in other minor versions of Python, where they are installed.
 OTHER_PYTHONS ?= $(foreach version,3.12 3.13,$(if $(shell python$(version) -V 2>/dev/null),$(version)))
 
@@ -166,4 +177,4 @@ test-charts: install .venv-charts/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-3.* .venv-vllm .venv-sglang .venv-audit .venv-charts out
+	rm -rf .venv .venv-* out

@@ -79,6 +79,7 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     tests = _of_each(up, "self_test")
     yield from _proxies(config, state["proxies"], answer.url)
     yield from _judged("instances", "instance", state["instances"], _OF_INSTANCES)
+    yield from _engine_versions(config, state["instances"])
     yield from _rows(config, up, state["agents"])
     yield from _judged("hand-offs", "hand-offs of", _of_each(up, "hand_offs"), _OF_HAND_OFFS)
     yield from _judged("self-tests", "self-test of", tests, _OF_SELF_TESTS)
@@ -291,6 +292,26 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
         named["because"] = f" ({because})" if because else ""
         value, remedy = fault.value.format(**named), fault.remedy.format(**named)
         yield fault.find(f"{one} {row['id']}", value, fault.allowed, remedy)
+
+
+# Versions of stock engines with which all tests of this version of kvrs have run
+# (docs/guide/upgrades.md). A version that begins like one of them counts as that one.
+TESTED = {Backend.VLLM: ("0.32",), Backend.SGLANG: ("0.5.23",)}
+
+
+def _engine_versions(config: Config, rows: list[Row]) -> Iterator[Finding]:
+    """Yield a finding for each version of a stock engine that the instances have."""
+    backend = config.cluster.backend
+    tested = TESTED.get(backend, ())
+    of_each = {row["id"]: row.get("engine_version") for row in rows}
+    for version in sorted({found for found in of_each.values() if found}):
+        names = ", ".join(name for name, found in of_each.items() if found == version)
+        value = f"{backend} {version} at {names}"
+        if any(version == each or version.startswith(f"{each}.") for each in tested):
+            yield good("engine version", value)
+        else:
+            remedy = f"make check-{backend} VERSION={version} (kvrs docs upgrades)"
+            yield doubtful("engine version", value, f"tested: {', '.join(tested)}", remedy)
 
 
 # By engine: the option by which servers share rows, the page that describes it, and the roles of

@@ -108,6 +108,8 @@ def _instance(
         **_ranks(known, now_s),
         "epoch": None if not known.was_up else known.info.epoch,
         "models": [] if not known.was_up else listed_names(known.info),
+        # Version of a stock engine; None: not known yet, or an engine of kvrs.
+        "engine_version": driver.backends[known.id].engine_version,
         "load": load or None,
         "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
