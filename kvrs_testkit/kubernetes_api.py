@@ -1,4 +1,4 @@
-"""A server of the part of the Kubernetes API that lists pods, on loopback."""
+"""A server of the part of the Kubernetes API that lists pods and reads nodes, on loopback."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ TOKEN = "t" * 32
 
 
 class PodsApi:
-    """Pods by name, changed by the test."""
+    """Pods and nodes by name, changed by the test."""
 
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
+        self.nodes: dict[str, dict[str, Any]] = {}
         self.other: tuple[int, str] | None = None  # Status and body in place of a list.
         self.url = ""
         self._runner: web.AppRunner | None = None
@@ -23,6 +24,7 @@ class PodsApi:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/api/v1/namespaces/{namespace}/pods", self._serve)
+        app.router.add_get("/api/v1/nodes/{name}", self._serve_node)
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
         (port,) = free_ports(1)
@@ -47,17 +49,32 @@ class PodsApi:
         path.write_text(yaml.safe_dump(document))
         return path
 
-    def put(self, name: str, address: str | None, **labels: str) -> None:
-        """A pod that runs, or has no address yet."""
+    def put(self, name: str, address: str | None, *, node: str = "", **labels: str) -> None:
+        """A pod that runs, or has no address yet; its node is well."""
+        if node:
+            self.nodes[node] = {"metadata": {"name": node}}
         named = {f"kvrs.io/{key}": value for key, value in labels.items()}
         self.pods[name] = {
             "metadata": {"name": name, "labels": named},
+            "spec": {"nodeName": node},
             "status": {"phase": "Running", "podIP": address} if address else {"phase": "Pending"},
         }
 
     def end(self, name: str) -> None:
         """The pod is asked to end, and still runs."""
         self.pods[name]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+    def cordon(self, node: str) -> None:
+        self.nodes[node]["spec"] = {"unschedulable": True}
+
+    def report(self, node: str, **conditions: str) -> None:
+        """The node has these conditions only, and is not cordoned."""
+        listed = [{"type": kind, "status": status} for kind, status in conditions.items()]
+        self.nodes[node] |= {"spec": {}, "status": {"conditions": listed}}
+
+    async def _serve_node(self, request: web.Request) -> web.Response:
+        found = self.nodes.get(request.match_info["name"])
+        return web.json_response(found or {"kind": "Status"}, status=200 if found else 403)
 
     async def _serve(self, request: web.Request) -> web.Response:
         if self.other is not None:

@@ -190,6 +190,10 @@ class ServiceSettings(Settings):
     """
     namespace: str = Field(default="default", min_length=1, max_length=63, pattern=NAME)
     """That of the pods."""
+    follow_nodes: bool = False
+    """With pods: drain the instances on a node that is cordoned, not ready or under pressure. The
+    account needs the verb `get` on `nodes`.
+    """
     port: int = Field(ge=1, le=65535)
     """Port of the HTTP API, the same for all of them."""
     role: Role = Field(strict=False)
@@ -199,6 +203,8 @@ class ServiceSettings(Settings):
     def _check_source(self) -> Self:
         if (self.host is None) == (self.pods is None):
             raise ValueError("allowed: one of host and pods")
+        if self.follow_nodes and self.pods is None:
+            raise ValueError("follow_nodes: allowed with pods")
         return self
 
     def node(self, address: str) -> NodeSettings:

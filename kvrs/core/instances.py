@@ -178,7 +178,7 @@ def learned(state: State, event: ev.SelfTested | ev.NamesListed, now_s: float) -
 
 
 def ordered(state: State, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) -> None:
-    """Apply an operator's drain order, for all processes of the instance."""
+    """Apply a drain order, for all processes of the instance."""
     member = state.view.members.get(event.instance)
     if isinstance(event, ev.DrainEnded):
         state.drain_ordered.discard(event.instance)
@@ -192,7 +192,7 @@ def ordered(state: State, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) 
         starter.place_idle(state, now_s)
     elif event.moves and _can_move_from(state, member):
         _leave_kv(state, member, event.produced_tokens)
-        _move(state, member, "moved: its instance is drained", event.produced_tokens, now_s)
+        _move(state, member, f"moved: {event.cause}", event.produced_tokens, now_s)
 
 
 def _can_move_from(state: State, member: Member) -> bool:

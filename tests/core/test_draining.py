@@ -2,6 +2,9 @@
 
 import pytest
 
+from kvrs.config.file import parse_config
+from kvrs.core.fleet.drains import Drains, NodeFault
+from kvrs.core.fleet.known import Instances
 from kvrs.core.kv_locations import is_left_at
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -12,7 +15,7 @@ from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 from tests.core.test_gpu_treatment import decoders_of, judged
 from tests.core.test_staying import reformed, reforming
 
-S = StreamId("s")
+S, D0, D1 = StreamId("s"), InstanceId("d0"), InstanceId("d1")
 
 
 def draining(name: str, epoch: int = 1, **produced: int) -> ev.LoadReported:
@@ -212,3 +215,28 @@ def test_a_prefill_that_ends_is_handed_off_elsewhere_than_to_a_drained_instance(
     actions = harness.handle(ev.PrefillDone(S, 1, 100))
 
     assert only(actions, act.Start).plan.decode != planned
+
+
+def test_a_fault_of_a_node_drains_until_it_is_over() -> None:
+    """A worse fault brings the move forward. An order of an operator outlasts a node's fault, and
+    only orders of operators are passed on to other workers.
+    """
+    told: list[ev.Event] = []
+    config = parse_config({})
+    drains = Drains(Instances(config), lambda _: {}, lambda event, _: told.append(event))
+    cordoned, pressed = NodeFault("its node is cordoned", 30.0), NodeFault("pressure", 0.0)
+
+    drains.begin(D1, 60.0, 0.0)
+    for at_s, faults in enumerate([{D0: cordoned, D1: pressed}, {D0: cordoned}, {D0: pressed}]):
+        drains.follow_nodes(faults, float(at_s))
+    shared = drains.moves_in_s(3.0)
+    drains.follow_nodes({}, 3.0)
+
+    assert told == [
+        ev.DrainOrdered(D1, False, {}),
+        ev.DrainOrdered(D0, False, {}, cordoned.cause),
+        ev.DrainOrdered(D0, True, {}, pressed.cause),
+        ev.DrainEnded(D0),
+    ]
+    assert shared == {D1: 57.0}
+    assert drains.describe(D1, 3.0) == {"moves_in_s": 57.0}

@@ -96,8 +96,8 @@ class GpuJudged(_Event, frozen=True):
 
 
 class DrainOrdered(_Event, frozen=True):
-    """An operator drains the instance and its later processes: it gets no new stream while another
-    instance has its role. With `moves` its running streams are moved.
+    """An operator, or a fault of its node, drains the instance and its later processes: it gets no
+    new stream while another instance has its role. With `moves` its running streams are moved.
 
     `produced_tokens` is as in `InstanceLost`.
     """
@@ -105,10 +105,11 @@ class DrainOrdered(_Event, frozen=True):
     instance: InstanceId
     moves: bool
     produced_tokens: Mapping[StreamId, int]
+    cause: str = "its instance is drained"
 
 
 class DrainEnded(_Event, frozen=True):
-    """The operator's order is withdrawn: the instance is used like any other."""
+    """The order is withdrawn: the instance is used like any other."""
 
     instance: InstanceId
 

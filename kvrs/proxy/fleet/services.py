@@ -1,13 +1,18 @@
-"""Look-up of names and pods of `cluster.services`, whose addresses the fleet follows."""
+"""Look-up of names and pods of `cluster.services`, whose addresses the fleet follows, and of the
+nodes of pods, whose faults drain instances.
+"""
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 
 from kvrs.config.cluster import ServiceSettings
+from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.services import Found, changed, newer, single_changes
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
 from kvrs.net.names import all_addresses
-from kvrs.proxy.fleet.pods import PodsUnknownError, pod_addresses
+from kvrs.proxy.fleet.pods import PodsUnknownError, node_faults, pod_addresses
 from kvrs.proxy.reload import Reloads
 
 log = logging.getLogger(__name__)
@@ -21,8 +26,10 @@ class ServiceNames:
     id is still being removed) is tried again at the next look-up.
     """
 
-    def __init__(self, reloads: Reloads) -> None:
-        self._reloads = reloads
+    def __init__(self, reloads: Reloads, drains: Drains, clock: Callable[[], float]) -> None:
+        self._reloads, self._drains, self._clock = reloads, drains, clock
+        # Nodes of the instances that follow theirs, by service.
+        self._nodes: dict[str, Mapping[InstanceId, str]] = {}
         # Faults that were logged, by service; under "": faults of changes.
         self._faults: dict[str, str] = {}
 
@@ -42,6 +49,26 @@ class ServiceNames:
         wanted = newer(self._reloads.found, services, answers)
         if wanted != self._reloads.found:
             self._log("", await self._follow(wanted), "addresses not followed yet")
+        await self._follow_nodes({each.id for each in services if each.follow_nodes})
+
+    async def _follow_nodes(self, services: set[str]) -> None:
+        """Drain the instances on nodes with a fault; an API that fails changes nothing."""
+        self._nodes = {name: nodes for name, nodes in self._nodes.items() if name in services}
+        nodes = {each: node for found in self._nodes.values() for each, node in found.items()}
+        fault: str | None = None
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                names = sorted({*nodes.values()} - {""})
+                drain_s = self._reloads.config.cluster.drain_s
+                faults = await node_faults(names, drain_s) if names else {}
+            for name in names:
+                cause = faults[name].cause if name in faults else None
+                self._log(f"node {name}", cause, "instances leave a node")
+            faulty = {each: faults[node] for each, node in nodes.items() if node in faults}
+            self._drains.follow_nodes(faulty, self._clock())
+        except (TimeoutError, PodsUnknownError) as error:
+            fault = f"nodes: {error or 'no answer'}"
+        self._log("nodes", fault, "nodes not followed")
 
     async def _addresses(self, service: ServiceSettings) -> frozenset[str]:
         """Return the addresses of a service; empty: none now."""
@@ -50,7 +77,12 @@ class ServiceNames:
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 if service.host is None:
-                    found = await pod_addresses(service)
+                    pods = await pod_addresses(service)
+                    found = frozenset(pods)
+                    self._nodes[service.id] = {
+                        service.node(address).instances[0].id: node
+                        for address, node in pods.items()
+                    }
                 else:
                     found = await all_addresses(service.host)
         except OSError as error:

@@ -141,7 +141,7 @@ def build(
         api,
         gossip_view,
         fleet,
-        ServiceNames(reloads),
+        ServiceNames(reloads, driver.control.drains, clock),
     )
 
 

@@ -14,7 +14,7 @@ from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import Role
 from kvrs.proxy.fleet import services
-from kvrs.proxy.fleet.pods import address_of, check_pods
+from kvrs.proxy.fleet.pods import address_of, check_pods, fault_of
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.kubernetes_api import PodsApi
 from kvrs_testkit.scripted import SECRET, Script
@@ -36,6 +36,17 @@ class _Pods(Vllms):
 
         await self.until(is_so)
 
+    async def drain(self) -> dict[str, Any]:
+        """That of the decode instance which all tests have; empty: none."""
+        rows = {row["id"]: row["drain"] or {} for row in (await self.state())["instances"]}
+        return dict(rows[D2])
+
+    async def until_drained_by(self, cause: str | None) -> None:
+        async def is_so() -> bool:
+            return (await self.drain()).get("cause") == cause
+
+        await self.until(is_so)
+
 
 @pytest.fixture
 async def labelled(
@@ -47,7 +58,13 @@ async def labelled(
     async with AsyncExitStack() as stack:
         shared, servers, ports = await three_servers(stack)
         rows = [
-            {"id": role, "pods": f"kvrs.io/role={role},kvrs.io/model=m", "port": port, "role": role}
+            {
+                "id": role,
+                "pods": f"kvrs.io/role={role},kvrs.io/model=m",
+                "port": port,
+                "role": role,
+                "follow_nodes": role == "decode",
+            }
             for role, port in ports.items()
         ]
         whole: dict[str, Any] = document(vllm_model, {"p0": 0, "d0": 0, "d1": 0})
@@ -57,7 +74,7 @@ async def labelled(
         stack.push_async_callback(api.close)
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
         api.put("p-0", "127.0.0.2", role="prefill", model="m")
-        api.put("d-0", "127.0.0.2", role="decode", model="m")
+        api.put("d-0", "127.0.0.2", node="m-0", role="decode", model="m")
         api.put("d-9", "127.0.0.9", role="decode", model="other")
         http = await stack.enter_async_context(aiohttp.ClientSession())
         proxy = Proxy(parse_config(whole), SECRET)
@@ -90,6 +107,38 @@ async def test_a_pod_comes_and_another_is_drained_without_a_lost_token(labelled:
 
     assert await asyncio.gather(*asked) == [expected_ids(PROMPT, TOKENS)] * 3
     assert {(of, to) for _, of, to in await system.causes()} == {(D2, D3)}
+    assert system.shared.violations == []
+
+
+async def test_streams_leave_a_node_before_it_takes_them_along(
+    labelled: _Pods, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node with a fault is left while its instance still runs, and used again when it is well. An
+    API that says nothing about a node changes nothing.
+    """
+    system, api = labelled, labelled.api
+    api.put("d-1", "127.0.0.3", node="m-1", role="decode", model="m")
+    await system.until_there(P2, D2, D3)
+    await system.until_health(**{P2: "up", D2: "up", D3: "up"})
+    system.shared.gate, system.shared.gate_at = asyncio.Event(), 3
+    asked = [asyncio.create_task(system.ids()) for _ in range(4)]
+    await system.until_streams_hold(3, count=4)
+
+    api.report("m-0", Ready="True", MemoryPressure="True")
+    await system.until_drained_by("its node m-0 reports MemoryPressure=True")
+    api.nodes.pop("m-0")
+    await system.until(lambda: _is_told(caplog, "nodes: HTTP 403"))
+    moved = {row["cause"] for row in (await system.state())["recoveries"]}
+    causes = {(of, to) for _, of, to in await system.causes()}
+    is_left = (await system.drain())["moves_in_s"] == 0.0
+    api.nodes["m-0"] = {"metadata": {"name": "m-0"}}
+    await system.until_drained_by(None)
+    system.shared.gate.set()
+
+    assert is_left
+    assert moved == {"moved: its node m-0 reports MemoryPressure=True"}
+    assert causes == {(D2, D3)}
+    assert await asyncio.gather(*asked) == [expected_ids(PROMPT, TOKENS)] * 4
     assert system.shared.violations == []
 
 
@@ -145,8 +194,36 @@ def test_a_pod_counts_from_its_address_to_the_order_to_end(
 
 
 @pytest.mark.parametrize(
+    ("node", "found"),
+    [
+        ({}, None),
+        ({"spec": {"unschedulable": True}}, ("its node m is cordoned", 30.0)),
+        ({"metadata": {"deletionTimestamp": "2026"}}, ("its node m is cordoned", 30.0)),
+        ({"Ready": "False"}, ("its node m reports Ready=False", 0.0)),
+        ({"Ready": "Unknown"}, ("its node m reports Ready=Unknown", 0.0)),
+        ({"Ready": "True", "DiskPressure": "True"}, ("its node m reports DiskPressure=True", 0.0)),
+        ({"DiskPressure": "Unknown", "EtcdIsVoter": "True", "DiskOnFire": "True"}, None),
+    ],
+)
+def test_a_node_is_left_for_what_ends_its_pods(
+    node: dict[str, Any], found: tuple[str, float] | None
+) -> None:
+    """A cordoned one serves on for a while. Conditions that others have made up mean nothing."""
+    keys = ("spec", "metadata")
+    listed = [{"type": each, "status": node[each]} for each in node if each not in keys]
+    whole = {
+        "metadata": {"name": "m", **node.get("metadata", {})},
+        "spec": node.get("spec", {}),
+        "status": {"conditions": listed},
+    }
+
+    assert fault_of(whole, 30.0) == found
+
+
+@pytest.mark.parametrize(
     ("service", "said"),
     [
+        ({"host": "a.test", "follow_nodes": True}, "follow_nodes: allowed with pods"),
         ({}, "one of host and pods"),
         ({"host": "a.test", "pods": "a=b"}, "one of host and pods"),
         ({"pods": "kvrs.io/role"}, "pods: got 'kvrs.io/role'"),
