@@ -95,6 +95,7 @@ class StageInstance(ServedInstance):
             queued=stage.queued + (self.core.parked if isinstance(self.core, DecodeCore) else 0),
             running=stage.running,
             free_pages=pages.free_pages,
+            total_pages=pages.pages,
             queue_delay_s=self._queue_delay_s(),
             links=self.port.puller.link_reports(),
             checkpoint_lag_pages=self.port.lag_pages,

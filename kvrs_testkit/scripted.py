@@ -152,6 +152,7 @@ class Scripted(ScriptedServer):
     running: int = 0
     queued: int = 0
     free_pages: int = 9
+    total_pages: int = 0
     queue_delay_s: float = 0.0
     checkpoint_lag_pages: int = 0
     damaged_pages: int = 0
@@ -250,6 +251,7 @@ class Scripted(ScriptedServer):
             queued=self.queued,
             running=self.running,
             free_pages=self.free_pages,
+            total_pages=self.total_pages,
             queue_delay_s=self.queue_delay_s,
             links=[],
             checkpoint_lag_pages=self.checkpoint_lag_pages,

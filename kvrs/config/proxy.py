@@ -93,6 +93,11 @@ class ProxySettings(Settings):
     """Proxies that share the clients' port (docs/guide/proxies.md#workers)."""
     allow_anonymous: bool = False
     """Clients beyond loopback need no key: for a gateway in front that authenticates them."""
+    endpoint_picker: bool = False
+    """Begin streams at the instances that the endpoint picker of a gateway names in
+    `x-gateway-destination-endpoint`, and tell it the load on request. Only behind a gateway that
+    replaces this header: else clients choose instances (docs/guide/beside.md).
+    """
     tls: TlsSettings | None = None
     """TLS of the client port (docs/guide/security.md#tls). null: plain HTTP."""
     admin_host: Host = "127.0.0.1"

@@ -172,6 +172,7 @@ class Control(Generic[S]):
                 journal.deadlines,
                 journal.tenant,
                 journal.name,
+                live.picked,
             )
         else:
             arrival = ev.StreamAdopted(

@@ -84,6 +84,9 @@ def start(
     refusal = None
     if wait_s > 0 and not stream.attempt.number:
         refusal = _refusal(state, stream, estimate, wait_s, now_s)
+    if stream.picked and (refusal is not None or not in_time):
+        stream.picked = ()  # The picked instances are too slow; others may not be.
+        return start(state, stream, now_s)
     if refusal is not None and len(stream.cached) > 1:
         # The instance with the cached prefix would refuse the stream; another may accept it
         # without.

@@ -32,13 +32,20 @@ def pair_for(
     computes the prompt without a prefill instance; None: no pair may get the stream.
 
     `barred_too`: include instances that failed this stream. `limits`: limits on the waits at an
-    instance that is chosen for its cached prefix; None: the load alone decides.
+    instance that is chosen for its cached prefix; None: the load alone decides. Instances that a
+    gateway has picked come first.
     """
     stream.cached, stream.load, is_free, pair = {}, None, stream.is_free, None
-    prefill = least_work(view, stream, is_free, barred_too=barred_too)
+    picked, wanted = _picked(view, stream) if stream.picked else (None, None)
+    prefill = picked or least_work(view, stream, is_free, barred_too=barred_too)
     if prefill is not None:
-        if limits is not None and (stream.prefix.hashes or stream.recalled is not None):
+        by_prefix = picked is None and (stream.prefix.hashes or stream.recalled is not None)
+        if limits is not None and by_prefix:
             prefill = _cheapest(view, stream, prefill, limits, barred_too=barred_too)
+        if wanted is not None:
+            for each in (prefill, *view.prefill_order.least_first()):
+                if wanted.takes_from(each) and may_have(view, each, stream, barred_too=barred_too):
+                    return each, wanted
         decode = own_decode(view, prefill, stream, is_free, barred_too=barred_too, closed_too=False)
         if decode is not None:
             return prefill, decode
@@ -46,10 +53,26 @@ def pair_for(
         if pair is None and view.formats_differ:
             pair = _pair_of_one_format(view, prefill, stream, is_free, barred_too=barred_too)
     if pair is None and (
-        (alone := _least_prompts(view, stream, limits, barred_too=barred_too)) is not None
+        (alone := _least_prompts(view, stream, wanted, limits, barred_too=barred_too)) is not None
     ):
         return alone, alone
     return pair
+
+
+def _picked(view: ClusterView, stream: Stream) -> tuple[Member | None, Member | None]:
+    """Prefill and decode instance that the endpoint picker of a gateway has named; None: none that
+    can take the stream now.
+    """
+    named = [
+        member
+        for name in stream.picked
+        if (member := view.members.get(name)) is not None
+        and not member.is_drained
+        and may_have(view, member, stream, barred_too=False)
+        and _takes(view, member, stream)
+    ]
+    prefill = next((member for member in named if member.prefills), None)
+    return prefill, next((member for member in named if member.decodes), None)
 
 
 def _cheapest(
@@ -115,13 +138,20 @@ def has_room_for_prompt(member: Member) -> bool:
 
 
 def _least_prompts(
-    view: ClusterView, stream: Stream, limits: StartLimits | None, *, barred_too: bool
+    view: ClusterView,
+    stream: Stream,
+    wanted: Member | None,
+    limits: StartLimits | None,
+    *,
+    barred_too: bool,
 ) -> Member | None:
     allowed = {
         member
         for member in computing_prompts(view)
         if has_room_for_prompt(member) and may_have(view, member, stream, barred_too=barred_too)
     }
+    if wanted in allowed:
+        return wanted
     first = min(
         allowed,
         key=lambda each: (not _takes(view, each, stream), len(each.answers.awaited), each.rank),
@@ -314,7 +344,7 @@ def starts_at(
     its hand-off cannot be redirected later, so it is chosen now.
     """
     can_differ = prefill.retains or planned.info.joins_prefill
-    if settings.handoff is Handoff.OWN_PAIR or not can_differ:
+    if _keeps_pair(stream, planned, settings) or not can_differ:
         return planned
     others = (
         member for member in _able(view, stream, prefill, planned) if _takes(view, member, stream)
@@ -331,7 +361,7 @@ def hand_off_to(
     if is_one_call(planned, prefill.id):
         return planned  # A single call for both stages decodes already.
     is_left = planned.reforming is not None and planned.is_drained
-    is_own = settings.handoff is Handoff.OWN_PAIR
+    is_own = _keeps_pair(stream, planned, settings)
     if (
         is_own
         and (not stream.name or stream.is_served_at(planned))
@@ -348,9 +378,16 @@ def hand_off_to(
         return next(others, None)
     if is_left or (view.is_busy(planned) and planned.answers.tried_by != stream.id):
         return next(others, planned)
-    if settings.handoff is Handoff.OWN_PAIR:
+    if is_own:
         return planned
     return _soonest(view, stream, prefill, planned, others, settings.handoff)
+
+
+def _keeps_pair(stream: Stream, planned: Member, settings: PolicySettings) -> bool:
+    """Return whether a hand-off stays with the planned instance, by the settings or because a
+    gateway has picked it.
+    """
+    return settings.handoff is Handoff.OWN_PAIR or planned.id in stream.picked
 
 
 def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -> Iterator[Member]:

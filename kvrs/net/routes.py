@@ -52,6 +52,8 @@ class Request(msgspec.Struct, eq=False):
     is_begun: bool = False  # The head of the response has been written.
     id: str = ""
     tenant: Any = None
+    # Function that makes more headers when the head of the response is made; None: none.
+    head: Callable[[], Mapping[str, str]] | None = None
 
     async def read(self, check: Callable[[], None] | None = None) -> bytes:
         """Read the whole body. `check` is called when a part has arrived; by default it limits the

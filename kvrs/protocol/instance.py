@@ -296,6 +296,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     store: str = ""
     # Rises with each computed token or step, so that a stall shows; 0: not counted.
     progress: float = 0.0
+    total_pages: Natural = 0  # KV pages that the engine has; 0: not reported.
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -492,8 +493,7 @@ class AgentReport(msgspec.Struct, frozen=True):
     reserved_bytes: Natural
     held_bytes: Natural  # Bytes of the pages held now, with a reservation or without.
     checkpoints: Natural  # Number of streams with a reservation.
-    # Leading full pages held per stream: of all streams on the first line of a watch, then of the
-    # changed ones.
+    # Leading full pages held per stream; on later lines of a watch only of the changed ones.
     pages: dict[StreamId, Natural]
     denied: list[StreamId] = []  # Streams refused for lack of room since the last line.
     slots: dict[InstanceId, SlotCounts] = {}  # By target: counts of slots, over all proxies.

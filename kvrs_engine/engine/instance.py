@@ -294,6 +294,7 @@ class EngineInstance(ServedInstance):
             queued=scheduler.queued,
             running=scheduler.running,
             free_pages=self.pages.free_pages,
+            total_pages=self.pages.pages,
             queue_delay_s=self.core.queue_delay_s(),
             links=self.port.puller.link_reports(),
             queued_reuse=waiting[Queue.REUSE],

@@ -1,6 +1,7 @@
 """Gateways in front of proxies, with the files of docs/guide/beside.md."""
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -9,9 +10,11 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 
 from kvrs.config.file import Config
 from kvrs.proxy.server import IDLE_TIMEOUT_S
@@ -44,8 +47,12 @@ def snippet(gateway: str) -> str:
     return str(found)
 
 
-def file_of(gateway: str, port: int, group: MultiProxyCluster, directory: Path) -> list[str]:
-    """Write the file for these proxies; the arguments that run it."""
+def file_of(
+    gateway: str, port: int, group: MultiProxyCluster, directory: Path, picks: str
+) -> list[str]:
+    """Write the file for these proxies; the arguments that run it. `picks`: the endpoint that Envoy
+    names in place of a picker, behind the page's filter of clients' headers; empty: no filters.
+    """
     path = directory / gateway
     ports = [config.proxy.port for config in group.configs]
     if gateway == "nginx":
@@ -65,6 +72,14 @@ def file_of(gateway: str, port: int, group: MultiProxyCluster, directory: Path) 
         )
         for number, to in enumerate(ports):
             text = text.replace(f"kvrs-{number}, port_value: 8000", f"127.0.0.1, port_value: {to}")
+        if picks:
+            removing, _ = yaml.safe_load(snippet("Endpoint picker"))
+            naming = copy.deepcopy(removing)
+            named = {"key": "x-gateway-destination-endpoint", "value": picks}
+            naming["typed_config"]["mutations"]["request_mutations"] = [
+                {"append": {"header": named, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}}
+            ]
+            text = with_filters(text, [removing, naming])
         path.with_suffix(".yaml").write_text(text)
         return ["-c", f"{path}.yaml", "--disable-hot-restart", "--concurrency", "1", "-l", "error"]
     text = snippet("LiteLLM").replace("kvrs:8000", f"127.0.0.1:{ports[0]}")
@@ -73,8 +88,19 @@ def file_of(gateway: str, port: int, group: MultiProxyCluster, directory: Path) 
     return ["--config", f"{path}.yaml", "--port", str(port), "--host", "127.0.0.1"]
 
 
+def with_filters(text: str, filters: list[Any]) -> str:
+    """Envoy's file with these filters in front of the router."""
+    document = yaml.safe_load(text)
+    (listener,) = document["static_resources"]["listeners"]
+    (chain,) = listener["filter_chains"]
+    chain["filters"][0]["typed_config"]["http_filters"][:0] = filters
+    return yaml.safe_dump(document)
+
+
 @asynccontextmanager
-async def behind(gateway: str, group: MultiProxyCluster, directory: Path) -> AsyncIterator[str]:
+async def behind(
+    gateway: str, group: MultiProxyCluster, directory: Path, picks: str = ""
+) -> AsyncIterator[str]:
     """The URL of a gateway that runs in front of the group, once it answers."""
     program = PROGRAMS[gateway]
     if program is None:
@@ -88,7 +114,7 @@ async def behind(gateway: str, group: MultiProxyCluster, directory: Path) -> Asy
     environ.pop("PYTHONPATH", None)
     started = await asyncio.create_subprocess_exec(
         program,
-        *file_of(gateway, port, group, directory),
+        *file_of(gateway, port, group, directory, picks),
         env=environ,
         cwd=directory,
         stdout=asyncio.subprocess.DEVNULL,
@@ -162,6 +188,64 @@ async def test_a_stream_survives_an_instance_and_a_proxy_behind_a_gateway(
         without_ids(each) for each in wanted.events
     ]
     assert not group.system.script.cuts  # It has happened.
+
+
+async def test_a_stream_survives_the_instance_that_a_picker_has_chosen(tmp_path: Path) -> None:
+    """Behind Envoy a client picks nothing: the gateway does, and kvrs recovers."""
+    async with open_proxy_group(1, proxy={"endpoint_picker": True}) as group:
+        picked, other = (f"127.0.0.1:{group.system.instances[name].port}" for name in ("d1", "d0"))
+        async with behind("envoy", group, tmp_path, picks=picked) as url:
+            group.system.script.cuts["cut"] = Cut(Fault.RESET, 2)
+            fields = {"prompt": [1, 2, 3], "max_tokens": TOKENS, "temperature": 0, "user": "cut"}
+            asked = {
+                "x-gateway-destination-endpoint": other,
+                "endpoint-load-metrics-format": "TEXT",
+            }
+            async with group.http.post(
+                f"{url}/v1/completions", json=fields | {"stream": True}, headers=asked
+            ) as answer:
+                body = await answer.read()
+
+    assert answer.headers["x-gateway-destination-endpoint-served"] == picked
+    assert "endpoint-load-metrics" not in answer.headers
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert not group.system.script.cuts  # It has happened.
+    calls = [len(group.system.instances[name].completions) for name in ("d1", "d0")]
+    assert calls == [1, 1]
+
+
+async def test_envoy_accepts_the_filters_of_the_endpoint_picker(tmp_path: Path) -> None:
+    if (program := PROGRAMS["envoy"]) is None:
+        pytest.skip("no envoy here (or KVRS_ENVOY)")
+    document = yaml.safe_load(
+        with_filters(snippet("Envoy"), yaml.safe_load(snippet("Endpoint picker")))
+    )
+    document["static_resources"]["clusters"].append({"name": "picker", "type": "STATIC"})
+    path = tmp_path / "envoy.yaml"
+    path.write_text(yaml.safe_dump(document))
+
+    checking = await asyncio.create_subprocess_exec(
+        program, "--mode", "validate", "-c", str(path), stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await checking.communicate()
+
+    assert checking.returncode == 0, said.decode()
+
+
+def test_istio_has_the_limits_of_envoy() -> None:
+    """It is an Envoy, which nobody runs here with files of Istio."""
+    service, rule = yaml.safe_load_all(snippet("Istio"))
+    (envoy,) = yaml.safe_load(snippet("Envoy"))["static_resources"]["listeners"]
+    manager = envoy["filter_chains"][0]["filters"][0]["typed_config"]
+    route = manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
+
+    (http,) = service["spec"]["http"]
+    assert http["timeout"] == route["timeout"]
+    assert http["retries"]["retryOn"] == route["retry_policy"]["retry_on"]
+    assert http["retries"]["attempts"] == route["retry_policy"]["num_retries"]
+    idle_s = int(rule["spec"]["trafficPolicy"]["connectionPool"]["http"]["idleTimeout"][:-1])
+    assert idle_s < IDLE_TIMEOUT_S
+    assert "outlierDetection" not in rule["spec"]["trafficPolicy"]
 
 
 async def test_a_stream_of_litellm_survives_an_instance(tmp_path: Path) -> None:

@@ -224,6 +224,8 @@ class StreamArrived(_Event, frozen=True, gc=False):
     deadlines: Deadlines = NO_DEADLINES
     tenant: str = ""  # Key of the tenant, among whose streams deadlines decide the order.
     name: str = ""  # The requested model, one of `Member.names`; empty: every instance serves it.
+    # Instances that the endpoint picker of a gateway has named, the preferred one first.
+    picked: tuple[InstanceId, ...] = ()
 
 
 class Kept(msgspec.Struct, frozen=True):

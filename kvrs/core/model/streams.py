@@ -292,6 +292,7 @@ class Stream:
     tenant: str = ""
     arrived_s: float = 0.0
     name: str = ""  # Name that the client asked for, as in `StreamArrived`.
+    picked: tuple[InstanceId, ...] = ()  # Instances named by a gateway's picker.
     prefix: Prefix = NO_PREFIX  # Hash chain of the prompt.
     # Prompt tokens presumed cached at the candidates of the last placement; a load from an agent
     # counts less the time that it takes.
@@ -337,6 +338,7 @@ class Stream:
         self.deadlines, self.common_deadlines = deadlines, common_deadlines
         if isinstance(event, ev.StreamArrived):
             self.prompt_tokens, self.arrived_s = max(1, event.prompt_tokens), now_s
+            self.picked = event.picked
             return
         self.prompt_tokens, self.produced_tokens = event.prompt_tokens, event.produced_tokens
         self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True

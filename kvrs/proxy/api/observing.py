@@ -16,6 +16,7 @@ from kvrs.errors import RequestError
 from kvrs.net.routes import UNKNOWN_ROUTE, Handler, Request, Response
 from kvrs.process.row_log import RowLog
 from kvrs.proxy.api.answers import bug_response, error_response
+from kvrs.proxy.api.picked import EndpointPicker
 from kvrs.proxy.api.tenants import OPEN_PATHS, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
 from kvrs.proxy.wire.requests import (
@@ -65,6 +66,7 @@ class RequestObserver:
         *,
         logs_access: bool,
         tracer: "RequestTracer | None" = None,
+        picker: EndpointPicker | None = None,
     ) -> None:
         self._responses = TallySeries(
             "kvrs_http_responses",
@@ -77,6 +79,7 @@ class RequestObserver:
         self._tenants = tenants
         self._access = RowLog(log, "request", time.time) if logs_access else None
         self._tracer = tracer
+        self._picker = picker
 
     async def answer(self, request: Request, handler: Handler) -> Response:
         """Answer a request, whose tenant is known before its body is read. Every error has a body
@@ -93,6 +96,8 @@ class RequestObserver:
         CURRENT.set(context)
         # Responses that write their head themselves take the id from the request.
         request.id = context.id
+        if self._picker is not None:
+            self._picker.begin(request, context)
         began_s, status, tenant = self._clock(), CLIENT_GONE, self._tenants.only
         try:
             try:
@@ -112,6 +117,8 @@ class RequestObserver:
             status = response.status
             if response.body is not None:
                 response.headers[REQUEST_ID] = context.id
+                if request.head is not None:
+                    response.headers.update(request.head())
             return response
         finally:
             self._end(request, context, tenant, status, began_s)

@@ -293,7 +293,7 @@ def _by_key(path: str) -> Callable[[State], Any]:
 
 
 def _of_proxy(key: str) -> Callable[[State], Any]:
-    return lambda state: state["proxies"][0][key]
+    return lambda state: at(state["proxies"][0], key)
 
 
 PROXY = {
@@ -302,6 +302,15 @@ PROXY = {
     ),
     "kvrs_streams_waiting": Row(
         _of_proxy("waiting"), "Open streams that have no place at a worker now."
+    ),
+    "kvrs_queued_requests": Row(
+        _of_proxy("load.queued"), "Requests of all proxies in the queues of all workers."
+    ),
+    "kvrs_running_requests": Row(
+        _of_proxy("load.running"), "Requests of all proxies that all workers compute."
+    ),
+    "kvrs_kv_usage_ratio": Row(
+        _of_proxy("load.kv_usage"), "Share of the KV pages in use, of all workers that decode."
     ),
     "kvrs_streams_unprotected": Row(
         _of_proxy("unprotected"), "Open streams that should have a checkpoint and have none."

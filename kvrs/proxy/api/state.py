@@ -12,6 +12,7 @@ from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.speculation import Reload
+from kvrs.proxy.api.picked import cluster_load
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.open_stream import OpenStream
 from kvrs.proxy.streams.recoveries import Recovery
@@ -55,6 +56,7 @@ def describe_processes(
                 **_model(driver),
                 "lacks_tokenizer": lacks_tokenizer(driver),
                 "tokens_relayed": control.progress.tokens,
+                "load": msgspec.to_builtins(cluster_load(control.instances)),
                 "waiting": at[None],
                 "unprotected": control.checkpoints.count_unprotected(),
             }

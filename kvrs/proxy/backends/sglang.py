@@ -229,6 +229,7 @@ class SglangBackend(StockPeer):
             queued=sum(each.num_waiting_reqs for each in loads) + self._window.waiting,
             running=sum(each.num_running_reqs for each in loads),
             free_pages=sum(_free_tokens(each) for each in loads) // page_size,
+            total_pages=sum(each.max_total_num_tokens for each in loads) // page_size,
             queue_delay_s=max(map(_queue_s, loads), default=0.0),
             links=[],
             draining=status == 503,  # A draining server finishes its requests before it ends.

@@ -259,7 +259,7 @@ class VllmBackend(VllmServer):
 
     async def load(self) -> LoadReport:
         metrics = await self._metrics()
-        waiting = metrics.waiting
+        waiting, (free_pages, total_pages) = metrics.waiting, metrics.pages
         epoch = self._epoch(metrics, None)
         hand_offs, drafts = self._counts(metrics)
         now_s, fetches = time.monotonic(), list[FetchReport]()
@@ -270,7 +270,8 @@ class VllmBackend(VllmServer):
             epoch=epoch,
             queued=waiting,
             running=metrics.running,
-            free_pages=metrics.free_pages,
+            free_pages=free_pages,
+            total_pages=total_pages,
             queue_delay_s=waiting * metrics.prefill_s,
             links=[*self._measured_links(metrics), *self._row_loads.links(now_s)],
             fetches=fetches,

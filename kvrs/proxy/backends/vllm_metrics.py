@@ -81,11 +81,13 @@ class VllmMetrics:
         return int(self._needed("vllm:num_requests_waiting"))
 
     @property
-    def free_pages(self) -> int:
+    def pages(self) -> tuple[int, int]:
+        """KV pages of all engines: the free ones, and all."""
         engines = list(self._values("vllm:kv_cache_usage_perc"))
+        total = self._cache_number("num_gpu_blocks", 0) * len(engines)
         # vLLM's gauge is a fraction, although its name says "perc".
         used = sum(engines) / len(engines) if engines else 0.0
-        return max(0, round(self._cache_number("num_gpu_blocks", 0) * len(engines) * (1.0 - used)))
+        return max(0, round(total * (1.0 - used))), total
 
     @property
     def progress(self) -> float:

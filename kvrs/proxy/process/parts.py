@@ -18,6 +18,7 @@ from kvrs.net.proving import address_of, agent_keys
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.observing import RequestObserver, open_tracer
+from kvrs.proxy.api.picked import EndpointPicker
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
@@ -129,7 +130,12 @@ def build(
     # The tracer is opened last, because it has a thread.
     tracer, logs_access = open_tracer(config.proxy.id, engine, os.environ), config.logs.access
     observer = RequestObserver(
-        metrics.registry, clock, tenants, logs_access=logs_access, tracer=tracer
+        metrics.registry,
+        clock,
+        tenants,
+        logs_access=logs_access,
+        tracer=tracer,
+        picker=EndpointPicker(driver) if config.proxy.endpoint_picker else None,
     )
     return Parts(
         metrics,

@@ -405,6 +405,8 @@ class AttemptCalls:
         the form of the answer.
         """
         plan = self._attempt.plan
+        if (request := self._live.journal.request) is not None:
+            request.served = plan.decode
         known = self._instances.known[plan.decode]
         if known.info.joins_prefill and plan.prefill is not None:
             call.beside, call.found = self._context.backends[plan.prefill], self._found

@@ -167,7 +167,8 @@ class SseClient:
         transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
         connection.room_changed = self._room_changed
         lines = ""
-        for name, value in self.head().items():
+        heads = [self.head()] if request.head is None else [self.head(), request.head()]
+        for name, value in (line for head in heads for line in head.items()):
             lines += f"{name}: {value}\r\n"
         if request.id:
             lines += f"{REQUEST_ID}: {request.id}\r\n"

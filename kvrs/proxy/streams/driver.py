@@ -169,6 +169,7 @@ class Driver:
             outcome=outcome,
             clock=self.clock,
             entered_s=now_s,
+            picked=() if request is None else request.picked,
         )
         self._metrics.streams.active.value += 1
         limit: asyncio.TimerHandle | None = None

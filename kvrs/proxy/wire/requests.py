@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from kvrs.core.books.tenants import RETRY_S, TenantMeter
 from kvrs.core.model.prefixes import Prefix
 from kvrs.errors import RequestError
+from kvrs.ids import InstanceId
 from kvrs.net.routes import retry_after
 from kvrs.protocol.openai.chunks import (
     ChatChunkChoice,
@@ -54,6 +55,8 @@ class RequestContext(msgspec.Struct, eq=False):
     traceparent: str | None = None
     # RequestTrace of the request (kvrs/proxy/streams/spans.py); None: not traced.
     trace: Any = None
+    picked: tuple[InstanceId, ...] = ()  # Instances named by a gateway's picker.
+    served: InstanceId | None = None  # Decode instance of the last call; None: no call yet.
 
 
 # Context of the request that the running task serves; None: no request.

@@ -24,6 +24,7 @@ STATE = {
     "proxies": [
         {
             "tokens_relayed": 4,
+            "load": {"queued": 3, "running": 2, "kv_usage": 0.5},
             "waiting": 0,
             "unprotected": 0,
             "lacks_tokenizer": False,

@@ -114,7 +114,7 @@ def test_metrics_of_several_engines_are_added() -> None:
     metrics = VllmMetrics(METRICS)
 
     assert metrics.started_s == 1795167822.13
-    assert (metrics.running, metrics.waiting, metrics.free_pages) == (5, 4, round(2048 * 0.625))
+    assert (metrics.running, metrics.waiting, metrics.pages) == (5, 4, (1280, 2048))
     assert (metrics.prefill_s, metrics.page_size_tokens, metrics.has_connector) == (0.5, 32, True)
     assert metrics.cache["enable_prefix_caching"] == "True"
 
@@ -166,7 +166,7 @@ def test_metrics_that_make_no_sense_are_named(line: str, changed: str, said: str
     metrics = VllmMetrics(METRICS.replace(line, changed))
 
     with pytest.raises(UnusableError, match=said):
-        _ = (metrics.waiting, metrics.free_pages)
+        _ = (metrics.waiting, metrics.pages)
 
 
 def test_drafts_of_its_own_are_counted() -> None:
