@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, str]] = {
     "KvrsStoreWrong": {f"kvrs_worker_store_wrong{{{WORKER}}}": "0x4 1x4 0x8"},
     "KvrsWorkerDiffers": {f"kvrs_worker_differs{{{WORKER}}}": "0x10 1x12 0x8"},
     "KvrsTokenizerMissing": {"kvrs_tokenizer_missing": "0x10 1x12 0x8"},
+    "KvrsReloadRefused": {f"kvrs_config_last_reload_successful{{{JOB}}}": "1x10 0x12 1x8"},
     "KvrsPredictionsOff": {
         'kvrs_recovery_correction_ratio{option="migrate"}': "1x10 6x44 1x8",
     },

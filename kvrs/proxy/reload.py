@@ -7,7 +7,7 @@ an event, so that an event log reruns with the settings of each time.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -59,6 +59,7 @@ class Reloads:
         self._read = read
         self._origin = read if isinstance(read, ConfigFile) else None
         self._parts: list[ReloadingPart] = []
+        self._last_succeeded = True
         self._turn = asyncio.Lock()
 
     def describe(self) -> dict[str, Any]:
@@ -71,6 +72,7 @@ class Reloads:
             # Digest of the file that an operator edits, without found addresses.
             "source_digest": config_digest(self._file_config) if launch is None else launch.digest,
             "command_line": None if line is None else msgspec.to_builtins(line),
+            "last_reload_succeeded": self._last_succeeded,
         }
 
     def add(self, part: ReloadingPart) -> None:
@@ -89,7 +91,16 @@ class Reloads:
             below = with_services(nodes_of(found), found.cluster.services, self.found)
             return with_nodes(found, below)
 
-        result = await self._logged(self._take(read))
+        succeeded = False
+        try:
+            result = await self._take(read)
+            succeeded = True
+        except ConfigError as error:
+            for fault in error.faults:
+                log.error("not reloaded", extra={"cause": fault})
+            raise
+        finally:
+            self._last_succeeded = succeeded
         self._file_config = files[0]
         if (origin := self._origin) is None:
             return result
@@ -111,14 +122,6 @@ class Reloads:
 
         await self._take(read)
         self.found = found
-
-    async def _logged(self, change: Awaitable[ReloadResult]) -> ReloadResult:
-        try:
-            return await change
-        except ConfigError as error:
-            for fault in error.faults:
-                log.error("not reloaded", extra={"cause": fault})
-            raise
 
     async def _take(self, read: Callable[[], Config]) -> ReloadResult:
         async with self._turn:

@@ -113,9 +113,10 @@ async def test_the_digest_is_that_of_the_configuration_in_use() -> None:
 async def test_a_bad_file_changes_nothing_and_every_fault_is_named(
     opened: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also not the half of it that is right."""
+    """Also not the half of it that is right. A metric says so until a reload succeeds."""
     system, file = await opened()
     before = (await system.state())["proxies"]
+    assert await system.count("kvrs_config_last_reload_successful") == 1
     file.path.write_text("policy: {name: rom, slots_max: 0, recovery: {wait: 3}}\nslo: {ttft_s: x}")
 
     status, answer = await file.reload()
@@ -127,7 +128,12 @@ async def test_a_bad_file_changes_nothing_and_every_fault_is_named(
         assert re.match(re.escape(str(file.path)) + r"(:\d+)?: " + re.escape(name), fault), fault
     logged = [record for record in caplog.records if record.message == "not reloaded"]
     assert [record.__dict__["cause"] for record in logged] == faults
-    assert (await system.state())["proxies"] == before
+    (after,) = (await system.state())["proxies"]
+    assert [after | {"last_reload_succeeded": True}] == before
+    assert await system.count("kvrs_config_last_reload_successful") == 0
+    file.change()
+    assert (await file.reload())[0] == 200
+    assert await system.count("kvrs_config_last_reload_successful") == 1
 
 
 async def test_what_cannot_be_reloaded_is_named(opened: Opener) -> None:

@@ -323,6 +323,10 @@ PROXY = {
         _of_proxy("lacks_tokenizer"),
         "1 while streams are continued inexactly for want of a tokenizer.json, else 0.",
     ),
+    "kvrs_config_last_reload_successful": Row(
+        _of_proxy("last_reload_succeeded"),
+        "0 if the last reload of the configuration was refused, else 1.",
+    ),
     "kvrs_model_info": Row(_model, "1 for the model that is served.", "model_name"),
     "kvrs_link_bytes_per_second": Row(
         _links, "Measured bandwidth of the link between two nodes.", "source target"

@@ -28,6 +28,7 @@ STATE = {
             "waiting": 0,
             "unprotected": 0,
             "lacks_tokenizer": False,
+            "last_reload_succeeded": True,
             "peers": {"proxy-1": "down"},
         }
     ],
