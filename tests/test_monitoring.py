@@ -106,11 +106,20 @@ def rules() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for rule in group["rules"]}
 
 
+def all_panels() -> list[dict[str, Any]]:
+    """The dashboard's panels, those in collapsed rows included."""
+    return [each for one in dashboard_json()["panels"] for each in (one, *one.get("panels", []))]
+
+
 def expressions() -> Iterator[str]:
     """The dashboard's expressions, with values in the place of its variables."""
-    for panel in dashboard_json()["panels"]:
-        for target in panel.get("targets", []):
-            yield target["expr"].replace("$__rate_interval", "1m").replace("$proxy", ".*")
+    targets = [target for panel in all_panels() for target in panel.get("targets", [])]
+    values = {"$__rate_interval": "1m", "$__range": "1h", "$proxy": ".*"}
+    for each in [*targets, *dashboard_json()["annotations"]["list"]]:
+        text = each["expr"]
+        for name, value in values.items():
+            text = text.replace(name, value)
+        yield text
 
 
 def exported() -> set[str]:
@@ -163,13 +172,13 @@ def test_requests_that_are_at_fault_count_neither_as_unavailability_nor_as_given
     alerts = [rule["expr"] for group in rules for rule in group["rules"]]
     panels = {
         panel["title"]: [target["expr"] for target in panel.get("targets", [])]
-        for panel in dashboard_json()["panels"]
+        for panel in all_panels()
     }
     (availability,) = panels["Availability"]
 
     assert re.findall(r'outcome=~"([^"]*)"', availability) == ["complete", "complete|failed"]
     assert not any("rejected" in each for each in alerts)
-    for query in [*alerts, *panels["Streams given up"]]:
+    for query in [*alerts, *expressions()]:
         if (
             given_up := re.search(r"kvrs_streams_given_up_total\{[^}]*reason([^}]*)\}", query)
         ) is None:
@@ -181,7 +190,7 @@ def test_requests_that_are_at_fault_count_neither_as_unavailability_nor_as_given
 
 def test_panels_neither_overlap_nor_share_a_number() -> None:
     """Grafana moves panels that overlap, and drops those with the number of another."""
-    panels = dashboard_json()["panels"]
+    panels = all_panels()
     cells = [
         (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
         for panel in panels
@@ -201,6 +210,26 @@ def test_every_alert_has_a_runbook_and_names_it() -> None:
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == [*rules()]
     for name, rule in rules().items():
         assert rule["annotations"]["runbook"] == f"kvrs docs runbooks#{name.lower()}"
+
+
+def test_the_dashboard_begins_with_single_numbers_and_explains_each_panel() -> None:
+    """Deaths are marked in all curves. Panels of what only the embedded engine has, empty before
+    vLLM, are in a row that is collapsed.
+    """
+    whole = dashboard_json()
+    (first, *_), (*_, last) = whole["panels"], whole["panels"]
+    top = [each for each in all_panels() if each["gridPos"]["y"] == first["gridPos"]["y"]]
+    embedded = re.compile(r"degree|expert|borrowed|lent_|checkpoint_lag|draft")
+
+    assert {each["type"] for each in top} == {"stat"}
+    assert sum(each["gridPos"]["w"] for each in top) == 24
+    shown = [each for each in all_panels() if each["type"] != "row"]
+    assert [each["title"] for each in shown if len(each.get("description", "")) < 20] == []
+    marked = " ".join(each["expr"] for each in whole["annotations"]["list"])
+    assert {*METRIC.findall(marked)} == {"kvrs_worker_deaths_total", "kvrs_agent_deaths_total"}
+    assert last["collapsed"] is True
+    folded = [each for each in shown if embedded.search(json.dumps(each["targets"]))]
+    assert folded == last["panels"]
 
 
 def test_every_alert_has_a_case() -> None:
