@@ -146,7 +146,9 @@ def test_units_start_commands_that_exist(unit: str) -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 @pytest.mark.parametrize("unit", ["kvrs-proxy.service", "kvrs-agent@n0.service"])
 def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
-    """No unknown key, no wrong value; the program itself is replaced by one that is here."""
+    """No unknown key, no wrong value, an exposure of 2 at most; the program itself is replaced by
+    one that is here.
+    """
     name = re.sub(r"@\w+", "@", unit)
     text = (DEPLOY / "systemd" / name).read_text().replace("/opt/kvrs/bin/kvrs", "/bin/true")
     (tmp_path / name).write_text(text.replace("User=kvrs\n", ""))
@@ -161,6 +163,11 @@ def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
 
     wrong = [line for line in checked.stderr.splitlines() if "kvrs" in line]
     assert wrong == []
+    rated = ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=20"]
+    judged = subprocess.run(
+        [*rated, str(tmp_path / name)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert judged.returncode == 0, judged.stdout + judged.stderr
 
 
 def test_servers_with_an_agent_in_their_pod_go_with_their_configuration(tmp_path: Path) -> None:
