@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo time-demo demo-vllm test test-all test-fast package test-vllm test-sglang check-vllm check-sglang check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
+.PHONY: install demo time-demo demo-vllm test test-all test-fast package image sign test-vllm test-sglang check-vllm check-sglang check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
 
 install: .venv/.installed
 
@@ -65,15 +65,36 @@ test-fast: install
 		$(SLOW_FOLDERS:%=--ignore=tests/%)
 
 # The wheel, built from the sdist and installed without extras into an empty environment; both stay in
-# out/package with a bill of materials and hashes. After lint:
-# for a moment the sdist lies in the checkout, where ruff would see it.
+# out/package with a bill of materials, the chart, the image where one can be built, hashes, and a
+# signature by SIGNING_KEY (an SSH key). After lint: for a moment the sdist lies in the checkout, where
+# ruff would see it.
+PACKAGE ?= out/package
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvrs/__init__.py)
+
 package: lint
-	rm -rf out/package && mkdir -p out/package
-	KVRS_PACKAGE_DIR=$(CURDIR)/out/package $(BIN)/python -m pytest -q -s -m package tests/packaging
+	rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)
+	KVRS_PACKAGE_DIR=$(abspath $(PACKAGE)) $(BIN)/python -m pytest -q -s -rs -m package tests/packaging
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
-		--report out/package-report.json --constraint constraints.txt out/package/*.whl
-	$(BIN)/python -m tests.packaging.bill out/package-report.json > out/package/sbom.cdx.json
-	cd out/package && sha256sum * > SHA256SUMS
+		--report out/package-report.json --constraint constraints.txt $(PACKAGE)/*.whl
+	$(BIN)/python -m tests.packaging.bill out/package-report.json > $(PACKAGE)/sbom.cdx.json
+	tar --create --gzip --sort=name --owner=0 --group=0 --transform 's,^deploy/helm,kvrs,' \
+		--file $(PACKAGE)/kvrs-chart-$(VERSION).tgz deploy/helm
+	$(MAKE) --no-print-directory image sign
+
+image:
+	@mkdir -p $(PACKAGE)
+	@if command -v buildah > /dev/null; then \
+		buildah build --file deploy/Dockerfile --tag kvrs:$(VERSION) . \
+		&& buildah push kvrs:$(VERSION) docker-archive:$(PACKAGE)/kvrs-image-$(VERSION).tar:kvrs:$(VERSION); \
+	elif docker info > /dev/null 2>&1; then \
+		docker build --file deploy/Dockerfile --tag kvrs:$(VERSION) . \
+		&& docker save --output $(PACKAGE)/kvrs-image-$(VERSION).tar kvrs:$(VERSION); \
+	else echo "No image: here is neither buildah nor an engine of docker."; fi
+
+sign:
+	cd $(PACKAGE) && rm -f SHA256SUMS* && sha256sum * > SHA256SUMS
+	@if [ -z "$(SIGNING_KEY)" ]; then echo "Not signed: SIGNING_KEY=FILE names an SSH key that signs."; \
+	else ssh-keygen -Y sign -n kvrs -f $(SIGNING_KEY) $(PACKAGE)/SHA256SUMS; fi
 
 # Real vLLM on this machine's CPU, in an environment of its own (3 GB): most of an hour on two cores.
 test-vllm: install .venv-vllm/.installed
