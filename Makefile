@@ -185,7 +185,8 @@ reference: install
 
 # The plain manifest is the chart's, for those without helm. This needs helm itself.
 manifests:
-	{ sed '/^---/,$$d' deploy/kubernetes/kvrs.yaml; helm template kvrs deploy/helm --namespace default; } \
+	{ sed '/^---/,$$d' deploy/kubernetes/kvrs.yaml; helm template kvrs deploy/helm --namespace default \
+		--set 'model.volume.persistentVolumeClaim.claimName=model,model.volume.persistentVolumeClaim.readOnly=true'; } \
 		> out.yaml && mv out.yaml deploy/kubernetes/kvrs.yaml
 
 # The chart as helm's library renders it, and the schemas of Kubernetes: 350 MB of their own.

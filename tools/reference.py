@@ -1,5 +1,5 @@
 """The reference of all settings, made of the settings classes: the commented example,
-`docs/guide/configuration.md`, and the names of settings that the Helm chart takes.
+`docs/guide/configuration.md`, and the schema of the settings that the Helm chart takes.
 
 `python -m tools.reference` writes them into `docs/guide` and `deploy/helm`.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from kvrs.config.commented import WIDTH, KeyPath, comment, commented_yaml, flow
 from kvrs.config.file import Config
 from kvrs.config.schema import DOCS_PAGE, description, json_schema
+from kvrs.config.settings import ENGINES
 
 _HEADER = (
     "Every key of the configuration with its default. A file needs only what differs. "
@@ -23,21 +24,42 @@ _GUIDE = _ROOT / "docs" / "guide"
 _CHART_SCHEMA = _ROOT / "deploy" / "helm" / "values.schema.json"
 
 
+# A value with `${NAME}`, which the pod replaces by its environment.
+_VARIABLE = r"\$\{"
+_NO_CONSTRAINTS = ("title", "description", "default", "format", ENGINES)
+
+
 def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of the chart's values with the names of all settings below `config`. What
-    they may be is checked by kvrs: in the chart a number may be `${NAME}`.
+    """The JSON schema of the chart's values with that of the settings below `config`, where each
+    value may be `${NAME}` too.
     """
-    properties = {**schema["properties"], "config": _names_in(json_schema(), json_schema())}
-    return {**schema, "properties": properties}
+    config = json_schema()
+    given = {name: _in_chart(node) for name, node in config["$defs"].items()}
+    whole = {key: config[key] for key in ("type", "properties", "additionalProperties")}
+    properties = {**schema["properties"], "config": _in_chart(whole)}
+    return {**schema, "$defs": given, "properties": properties}
 
 
-def _names_in(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    node = resolved(schema, node)
-    if (keys := node.get("properties")) is not None:
-        names = {key: _names_in(schema, given) for key, given in keys.items()}
-        return {"additionalProperties": False, "properties": names}
-    items = _names_in(schema, node["items"]) if "items" in node else {}
-    return {"items": items} if items else {}
+def _in_chart(node: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in node:
+        return {"$ref": node["$ref"]}
+    if "anyOf" in node:
+        return {"anyOf": [_in_chart(each) for each in node["anyOf"]]}
+    made = {key: value for key, value in node.items() if key not in _NO_CONSTRAINTS}
+    if "enum" in made:
+        return {"anyOf": [{"enum": made["enum"]}, {"pattern": _VARIABLE}]}
+    match made["type"]:
+        case "object":
+            found = {key: _in_chart(each) for key, each in made.get("properties", {}).items()}
+            return made | {"type": ["object", "null"], "properties": found}  # null: all defaults.
+        case "array":
+            return made | {"items": _in_chart(made["items"])}
+        case "string" if "pattern" in made:
+            return made | {"pattern": f"({made['pattern']})|{_VARIABLE}"}
+        case "string" | "null":
+            return made
+        case kind:  # `pattern` counts for strings alone, ranges for numbers.
+            return made | {"type": [kind, "string"], "pattern": _VARIABLE}
 
 
 def resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm"
 ENVIRONMENT = {"KVRS_SECRET": "x" * 32, "KVRS_ADMIN_TOKEN": "y" * 32, "KVRS_POD": "east-0"}
+# The one value without a default: a volume with the model's files.
+PLAIN = {"model": {"volume": {"persistentVolumeClaim": {"claimName": "model", "readOnly": True}}}}
 # Charts' own examples, of which each is rendered, by the names of their files.
 EXAMPLES = sorted(path.name for path in (CHART / "ci").iterdir())
 

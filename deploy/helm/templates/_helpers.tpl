@@ -1,3 +1,7 @@
+{{- define "kvrs.name" -}}
+{{ .Values.fullnameOverride | default .Release.Name }}
+{{- end }}
+
 {{- define "kvrs.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -29,6 +33,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $found | uniq | toJson }}
 {{- end }}
 
+{{- /* The volume with the model's files. */}}
+{{- define "kvrs.modelVolume" -}}
+{{- if .Values.model.volume }}{{ .Values.model.volume | toJson }}
+{{- else if .Values.initContainers }}{{ dict "emptyDir" dict | toJson }}
+{{- else }}{{ fail "the model's config.json and tokenizer.json are missing: set model.volume, or initContainers that fetch them" }}
+{{- end }}
+{{- end }}
+
 {{- /* All proxies, as the `peers` of each: kvrs takes 32 processes, workers included. */}}
 {{- define "kvrs.peers" -}}
 {{- $workers := int (include "kvrs.workers" .) }}
@@ -38,8 +50,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- $peers := list }}
 {{- range until $count }}
-{{- $id := printf "%s-%d" $.Release.Name . }}
-{{- $peer := dict "id" $id "host" (printf "%s.%s-peers" $id $.Release.Name) "peer_port" 8002 "workers" $workers }}
+{{- $name := include "kvrs.name" $ }}
+{{- $id := printf "%s-%d" $name . }}
+{{- $peer := dict "id" $id "host" (printf "%s.%s-peers" $id $name) "peer_port" 8002 "workers" $workers }}
 {{- $peers = append $peers $peer }}
 {{- end }}
 {{- $peers | toJson }}
@@ -47,7 +60,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{- /* The configuration of all pods: that of the values, with what follows from the chart. */}}
 {{- define "kvrs.config" -}}
-{{- $service := printf "%s-peers" .Release.Name }}
+{{- $service := printf "%s-peers" (include "kvrs.name" .) }}
 {{- $full := printf "${KVRS_POD}.%s.%s.svc" $service .Release.Namespace }}
 {{- $hosts := list (printf "${KVRS_POD}.%s" $service) $full (printf "%s.%s" $full .Values.clusterDomain) }}
 {{- $proxy := dict "id" "${KVRS_POD}" "peers" (include "kvrs.peers" . | fromJsonArray) }}
