@@ -34,26 +34,41 @@ MACHINES = {
 def of_machines(directory: Path) -> Config:
     path = directory / "cluster.yaml"
     path.write_text(MACHINES["ConfigMap", "kvrs-cluster"]["data"]["cluster.yaml"])
-    return load_config(path, ENVIRONMENT)
+    return load_config(path, ENVIRONMENT | {"HOST_IP": "10.0.0.10"})
 
 
 def pod_of(name: str) -> Any:
-    return MACHINES["DaemonSet", name]["spec"]["template"]["spec"]
+    return MACHINES["StatefulSet", name]["spec"]["template"]["spec"]
+
+
+def pods_of(name: str) -> dict[str, int]:
+    """The pods of a StatefulSet by the names that the headless service gives them, with the number
+    that each has in its label.
+    """
+    spec, service = MACHINES["StatefulSet", name]["spec"], MACHINES["Service", "engines"]
+    assert spec["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    first = spec.get("ordinals", {}).get("start", 0)
+    return {f"{name}-{at}.engines": at for at in range(first, first + spec["replicas"])}
 
 
 def test_proxies_of_the_chart_have_the_cluster_of_the_machines() -> None:
-    """Both files name it, since the chart has no engines. The directory is that of agents."""
+    """Both files name it, since the chart has no engines. The agents alone have a directory, and
+    addresses where their ports listen.
+    """
     document = yaml.safe_load(MACHINES["ConfigMap", "kvrs-cluster"]["data"]["cluster.yaml"])
     values = yaml.safe_load((CHART / "ci" / "machines-values.yaml").read_text())["config"]
 
     del document["backup"]["directory"]
+    for node in document["cluster"]["nodes"]:
+        del node["agent"]["bind"]
     assert document == values
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_servers_on_machines_go_with_their_file(role: Role, tmp_path: Path) -> None:
     """NIXL's connector and vLLM's CPU tier with kvrs in it, at the ports and under the ids of the
-    file; ids are names of machines, so that a pod knows its own.
+    file, which are names of pods. A server is on the machine of its node's agent.
     """
     config = of_machines(tmp_path)
     spec = pod_of(f"vllm-{role.value}")
@@ -62,21 +77,32 @@ def test_servers_on_machines_go_with_their_file(role: Role, tmp_path: Path) -> N
     transfer = json.loads(server["args"][1])
     nixl, _ = transfer["kv_connector_extra_config"]["connectors"]
 
-    assert spec["nodeSelector"] == {"kvrs.io/role": role.value}
+    (beside,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    agents = MACHINES["StatefulSet", "kvrs-agent"]["spec"]["selector"]
+    assert beside == {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": agents,
+        "matchLabelKeys": ["apps.kubernetes.io/pod-index"],
+    }
     assert spec["hostNetwork"] is True
     wanted = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}[role]
     assert nixl["kv_role"] == wanted
     place = tier_of(transfer)["kvrs"]
-    assert place == {"config": "/etc/kvrs/cluster.yaml", "instance": "$(NODE_NAME)"}
-    for node, instance in config.cluster.instances():
-        assert str(node.id) == str(instance.id)
-        assert instance.host == node.agent.host
+    assert place == {"config": "/etc/kvrs/cluster.yaml", "instance": "$(POD_NAME)"}
+    named = {
+        instance.host: int(str(node.id).removeprefix("n"))
+        for node, instance in config.cluster.instances()
+        if instance.role is role
+    }
+    assert named == pods_of(f"vllm-{role.value}")
+    for _, instance in config.cluster.instances():
+        assert str(instance.host) == f"{instance.id}.engines"
         assert instance.port == ports["http"]
     assert {each["name"] for each in server["volumeMounts"]} == {
         each["name"] for each in spec["volumes"]
     }
     environment = {each["name"] for each in server["env"]}
-    assert {"NODE_NAME", "KVRS_SECRET", "VLLM_NIXL_SIDE_CHANNEL_HOST"} <= environment
+    assert {"POD_NAME", "HOST_IP", "KVRS_SECRET", "VLLM_NIXL_SIDE_CHANNEL_HOST"} <= environment
     assert server["command"][-1] == str(ports["http"])
     check_memory_of_a_restart(spec, server)
 
@@ -119,9 +145,16 @@ def test_agents_on_machines_outlive_servers_and_their_pods(tmp_path: Path) -> No
     assert places[0]["mount"] == config.backup.directory
     of_root = ["directory: runAsNonRoot", "directory: runAsUser", "directory: capabilities.add"]
     assert [findings_of_restricted(spec) for spec in pods] == [shared + of_root, shared, shared]
+    # Also where no admission plug-in adds it: machines with GPUs have a taint, agents ask for none.
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    assert [spec["tolerations"] for spec in pods] == [tolerations] * 3
     user = places[0]["user"]
     assert directory["command"] == ["chown", f"{user}:{user}", places[0]["mount"]]
-    assert agent["args"][-2:] == ["--node", "$(NODE_NAME)"]
+    assert agent["args"][-2:] == ["--node", "n$(POD_INDEX)"]
+    assert {"POD_INDEX", "HOST_IP"} <= {each["name"] for each in agent["env"]}
+    hosts = {str(node.agent.host): f"n{at}" for at, node in enumerate(config.cluster.nodes)}
+    assert hosts == {host: f"n{at}" for host, at in pods_of("kvrs-agent").items()}
+    assert [str(node.id) for node in config.cluster.nodes] == [*hosts.values()]
     assert all(
         (node.agent.port, node.agent.page_port, node.agent.row_port)
         == (ports["agent"], ports["pages"], ports["rows"])
