@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, str]] = {
     "KvrsStreamsGivenUp": {'kvrs_streams_given_up_total{reason="retries"}': "0x10 1x20"},
     "KvrsOverloaded": {'kvrs_streams_given_up_total{reason="overloaded"}': "0x10 9x20"},
     "KvrsStreamsUnprotected": {"kvrs_streams_unprotected": "0x10 4x12 0x8"},
-    "KvrsStoreWrong": {f"kvrs_worker_store_wrong{{{WORKER}}}": "0x4 1x4 0x8"},
+    "KvrsStoreWrong": {f"kvrs_worker_store_wrong{{{WORKER}}}": "0x10 1x5 0x15"},
     "KvrsWorkerDiffers": {f"kvrs_worker_differs{{{WORKER}}}": "0x10 1x12 0x8"},
     "KvrsTokenizerMissing": {"kvrs_tokenizer_missing": "0x10 1x12 0x8"},
     "KvrsReloadRefused": {f"kvrs_config_last_reload_successful{{{JOB}}}": "1x10 0x12 1x8"},
@@ -72,8 +72,6 @@ CASES: dict[str, dict[str, str]] = {
         f"kvrs_draft_tokens_total{{{DRAFTS}, outcome='accepted'}}": "0+50x10 500x60",
         f"kvrs_draft_tokens_total{{{DRAFTS}, outcome='rejected'}}": "0+90x10 900x60",
         f"kvrs_draft_tokens_total{{{DRAFTS}, outcome='stale'}}": "0+300x10 60000x60",
-        "kvrs_draft_tokens_total{source='other', worker='d1', outcome='accepted'}": "0x71",
-        "kvrs_draft_tokens_total{source='other', worker='d1', outcome='rejected'}": "0+300x71",
     },
     "KvrsDamagedPages": {f"kvrs_damaged_pages_total{{{WORKER}}}": "0x10 1x60"},
     "KvrsHandOffFaults": {
