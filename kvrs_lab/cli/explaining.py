@@ -7,7 +7,7 @@ import typer
 import kvrs.cli.options as base
 import kvrs_lab.cli.options as opt
 from kvrs.errors import ConfigError
-from kvrs.tables import show
+from kvrs.tables import output, show
 
 
 def explain(
@@ -29,9 +29,13 @@ def explain(
         raise ConfigError("--prompt-tokens: missing; allowed: a whole number")
     if profile is None:
         _refuse_unused(ctx, "without --profile", ("as_json", "prompt_tokens"))
-        show(break_even_document(prompt_tokens), as_json=as_json)
-        return
-    show(decision_document(given), as_json=as_json)
+        document = break_even_document(prompt_tokens)
+    else:
+        document = decision_document(given)
+    if not as_json:
+        output().print(document.pop("sentence"), markup=False, highlight=False)
+        del document["version"]
+    show(document, as_json=as_json)
 
 
 def _refuse_unused(ctx: typer.Context, given: str, used: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from kvrs.config.policy import PolicySettings
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
-from kvrs_lab.explain.explanation import Question, explain
+from kvrs_lab.explain.explanation import Explanation, Question, explain
 
 _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"
@@ -53,12 +53,22 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
         host_to_device_bytes_per_s=BackupSettings().host_to_device_bytes_per_s,
         prefix_cache=given["prefix_cache"],
     )
+    answer = explain(question)
     return {
         "version": 1,
+        "sentence": _sentence(answer),
         "profile": {name: getattr(profile, name) for name in _LABELS},
         "question": {name: getattr(question, name) for name in _ASKED},
-        "answer": explain(question),
+        "answer": answer,
     }
+
+
+def _sentence(answer: Explanation) -> str:
+    costs_s = {each.option: each.total_s for each in answer.options}
+    chosen_s = costs_s.pop(answer.chosen)
+    others = (f"{option} {seconds:.3g} s" for option, seconds in costs_s.items())
+    against = f" instead of {', '.join(others)}" if costs_s else ""
+    return f"{answer.policy} chooses {answer.chosen}: next token after {chosen_s:.3g} s{against}"
 
 
 def break_even_document(tokens: int) -> dict[str, Any]:
@@ -66,15 +76,21 @@ def break_even_document(tokens: int) -> dict[str, Any]:
     some rates, and the bytes per second at which both are equal.
     """
     _check(_out_of_range({"prompt_tokens": tokens}, "prompt_tokens", 1, _MAX_TOKENS))
-    rows = []
+    rows, even = [], dict[str, float]()
     for name in catalog.names():
         kv_bytes = tokens * catalog.profile(name).geometry.bytes_per_token
         prefill_s = catalog.prefill_table(name).seconds_for(tokens)
         row = {"profile": name, "kv_bytes": kv_bytes, "prefill_s": prefill_s}
-        row["even_bytes_per_s"] = kv_bytes / prefill_s
+        row["even_bytes_per_s"] = even[name] = kv_bytes / prefill_s
         row |= {f"load_s at {rate}": kv_bytes / parse_bandwidth(rate, "") for rate in _RATES}
         rows.append(row)
-    return {"version": 1, "history_tokens": tokens, "break_even": rows}
+    ends = min(even, key=even.__getitem__), max(even, key=even.__getitem__)
+    least, most = (f"{even[name] / 1e9:.3g} GB/s ({name})" for name in ends)
+    sentence = (
+        f"KV of {tokens:,} tokens is loaded sooner than computed above a rate of {least} to "
+        f"{most}, depending on model and GPU"
+    )
+    return {"version": 1, "sentence": sentence, "history_tokens": tokens, "break_even": rows}
 
 
 def parse_bandwidth(text: str, option: str) -> float:

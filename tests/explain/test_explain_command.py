@@ -71,6 +71,7 @@ def test_tables_show_the_choice_and_where_it_would_change() -> None:
     """The seed's example, in plain text."""
     text = explained(*SEED)
 
+    assert text.startswith("auto chooses split: next token after 0.0715 s instead of migrate")
     assert "92 pages of the holder: 1,205.9 MB / 3.12 GB/s" in text
     assert "14.31 GB/s (114.5 Gbit/s)" in text
     (depth,) = (line for line in text.splitlines() if "hand_off_queue_depth" in line)
@@ -123,7 +124,9 @@ def test_without_a_profile_every_model_has_its_break_even() -> None:
     a100, h100 = (f"llama-3.1-8b-{gpu}-vllm-tp1" for gpu in ("a100", "h100"))
     assert rows[a100]["kv_bytes"] == rows[h100]["kv_bytes"] == 8000 * 131_072
     assert rows[a100]["even_bytes_per_s"] < rows[h100]["even_bytes_per_s"]
-    assert h100 in explained("--prompt-tokens", "8000")
+    text = explained("--prompt-tokens", "8000")
+    assert text.startswith("KV of 8,000 tokens is loaded sooner than computed above a rate of ")
+    assert h100 in text
     with pytest.raises(ConfigError, match="--queue-depth: given without --profile, which does not"):
         explained("--prompt-tokens", "8000", "--queue-depth", "2")
 
