@@ -18,7 +18,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.live_stream import Outcome as CoreOutcome
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.eager_task import EagerTask
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 # `Retry-After` for clients if every instance is refused: an operator must repair the instances
 # first.
 _REFUSED_RETRY_S = 10.0
+_MOST_CAUSES = 4  # Most causes in an answer.
 _STATUS = {
     act.Reason.NO_INSTANCE: 503,
     act.Reason.OVERLOADED: 503,
@@ -316,7 +317,10 @@ class Driver:
                     log.warning("stream given up", extra=extra)
                 status = _STATUS.get(outcome.reason, self.context.busy_status)
                 kind = _KINDS.get(status, "server_error")
-                body = error_body(outcome.message, kind=kind, code=outcome.reason)
+                message = outcome.message
+                if outcome.reason is act.Reason.NO_INSTANCE:
+                    message += self._why_not_up()
+                body = error_body(message, kind=kind, code=outcome.reason)
                 is_final = outcome.reason in _NOT_AGAIN
                 retry_after_s = None if is_final else outcome.retry_after_s
                 found = Failed(status, body, retry_after_s)
@@ -330,6 +334,15 @@ class Driver:
                 assert_never(outcome)
         if not live.outcome.done():
             live.outcome.set_result(found)
+
+    def _why_not_up(self) -> str:
+        """Describe for a client why instances are not up, without their addresses."""
+        causes = [
+            f"; {each.id}: {each.reason.removesuffix(f' ({self.backends[each.id].url})')}"
+            for each in self.control.instances.present()
+            if each.health is not Health.UP and each.reason is not None
+        ]
+        return "".join(causes[:_MOST_CAUSES])
 
     def wake_at(self, at_s: float) -> None:
         def wake() -> None:

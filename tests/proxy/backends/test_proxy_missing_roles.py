@@ -101,15 +101,27 @@ async def test_new_requests_go_to_a_prefill_instance_again_when_it_is_back(
 
 
 async def test_without_a_decode_instance_the_refusal_says_so(vllms: Builder) -> None:
-    """The refusal names the missing role, like /readyz."""
+    """The refusal names the missing role, like /readyz, and why its instances are not up, without
+    their addresses.
+    """
     system = await vllms(policy=AT_ONCE)
     for name in ("d0", "d1"):
         await system.servers[name].kill()
-    await system.until_health(d0="down", d1="down")
+
+    async def names_addresses() -> bool:
+        rows = (await system.state())["instances"]
+        causes = [row.get("reason", "") for row in rows if row["id"].startswith("d")]
+        return all("(http://127.0.0.1" in each for each in causes)
+
+    await system.until(names_addresses)
 
     status, message, retry_after_s = await refusal(system)
 
-    assert (status, message) == (503, "no decode instance came up within 0 s")
+    refused, first, second = message.split("; ")
+    assert (status, refused) == (503, "no decode instance came up within 0 s")
+    assert first.startswith("d0: connection lost: ")
+    assert second.startswith("d1: connection lost: ")
+    assert "127.0.0.1" not in message
     assert retry_after_s >= 1
     assert await ready(system) == (503, "no decode instance is up")
 
@@ -130,6 +142,8 @@ async def test_other_engines_refuse_and_say_what_is_missing(
 
     status, message, retry_after_s = await refusal(system)
 
-    assert (status, message) == (503, f"no {role}instance came up within 0 s")
+    refused, *causes = message.split("; ")
+    assert (status, refused) == (503, f"no {role}instance came up within 0 s")
+    assert sorted(each.split(":")[0] for each in causes) == sorted(lost)
     assert retry_after_s >= 1
     assert await ready(system) == (503, f"no {role}instance is up")
