@@ -10,7 +10,7 @@ _EXAMPLES = {
     "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
     "incidents": [
         "kvrs incidents events.jsonl",
-        "kvrs incidents events.jsonl --json | jq .losses",
+        "kvrs incidents events.jsonl --json | jq '.incidents[].sentence'",
     ],
     "top": [
         "kvrs top --config kvrs.yaml",

@@ -1,177 +1,37 @@
-"""`kvrs incidents` shows the losses and decisions of an event log with their real costs, and
-decides them again. Faulty requests are no incidents.
+"""`kvrs incidents` describes the incidents of an event log, lists their failures and decisions with
+the real costs, and decides everything again.
 """
 
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvrs.cli.placements import placements
+from kvrs.core.books.incidents import Incidents
 from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
-from kvrs.core.event_log import Header, LogEntry, read, rerun
-from kvrs.core.model import actions as act
+from kvrs.core.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.core.model import events as ev
-from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.rules.base import best_by_option
+from kvrs.core.model.incident import Incident, Moment, OptionCost, sentence
 from kvrs.errors import LogError
-from kvrs.ids import InstanceId, StreamId
 from kvrs.process.logs import old_parts
-from kvrs.tables import show
-
-# Function that turns a time of the log into fields of the output.
-Moments = Callable[[float], dict[str, Any]]
+from kvrs.tables import output, show
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    line: int
-    at_s: float
-    instance: InstanceId  # Id of the instance or agent that was lost, or whose attempt broke.
-    cause: str
-    # The stream, if only its attempt broke; None: the instance or agent is lost.
-    stream: StreamId | None
-    is_refusal: bool = False  # True if the instance refused the attempt (HTTP 4xx).
-
-
-@dataclass(slots=True)
-class RecordedDecision:
-    line: int
-    at_s: float
-    action: act.Recovered | act.GiveUp
-    plan: act.Plan | None  # The new plan; None: the stream was given up, or stayed at its instance.
-    # Result of the decision; None: no token came before the attempt or the log ended.
-    settled: act.Settled | None = None
-    after_refusal: bool = False  # True if the attempt before this decision was refused.
-
-    @property
-    def option(self) -> str:
-        return "given up" if isinstance(self.action, act.GiveUp) else self.action.option.value
-
-    @property
-    def cause(self) -> str:
-        return self.action.message if isinstance(self.action, act.GiveUp) else self.action.cause
-
-    @property
-    def way(self) -> str:
-        """The recovery in words: its option, source and target."""
-        action, plan = self.action, self.plan
-        if isinstance(action, act.GiveUp):
-            return Option.ABORT.value
-        if plan is None:
-            return f"{action.option.value} at {action.failed}"
-        if plan.prefill is not None:
-            return f"{action.option.value} at {plan.prefill}, to {plan.decode}"
-        runs = ", ".join(map(_run, plan.runs))
-        return f"{action.option.value} to {plan.decode}" + (f" from {runs}" if runs else "")
-
-    @property
-    def chosen(self) -> Estimate | None:
-        """The estimate that was chosen; None: the stream was given up."""
-        action, plan = self.action, self.plan
-        if isinstance(action, act.GiveUp):
-            return None
-        wanted = action.option, action.failed if plan is None else plan.decode, action.predicted_s
-        estimates = ((e, (e.option, e.target, e.next_token_s)) for e in action.estimates)
-        return next((estimate for estimate, found in estimates if found == wanted), None)
-
-    @property
-    def others_wait_s(self) -> float | None:
-        """Seconds that the chosen estimate adds for the wait of the event's other victims; None: it
-        adds none.
-        """
-        if isinstance(self.action, act.GiveUp) or not self.action.others or self.chosen is None:
-            return None
-        return self.chosen.wait_of_others_s(self.action.others)
-
-    @property
-    def options(self) -> dict[str, float]:
-        """Lowest predicted cost of each option in seconds, over all targets; the cheapest option is
-        first.
-        """
-        estimates = () if isinstance(self.action, act.GiveUp) else self.action.estimates
-        best = sorted(best_by_option(estimates), key=lambda each: each.total_s)
-        return {each.option.value: each.total_s for each in best}
-
-
-def _run(run: act.PageRange) -> str:
-    return f"{run.holder} [{run.first_page}, {run.first_page + run.pages})"
-
-
-def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
-    """Return the losses and decisions of a log in order of time, without those that a faulty
-    request caused.
-    """
-    happened: list[Loss | RecordedDecision] = []
-    open_: dict[tuple[StreamId, int], RecordedDecision] = {}
-    refused: set[StreamId] = set()  # Streams whose last failure was a refusal by an instance.
-    rejected: set[StreamId] = set()  # Streams that were given up because their requests are faulty.
+def incidents(entries: Iterable[LogEntry]) -> list[Incident]:
+    found = Incidents()
     for entry in entries:
-        if (loss := _loss(entry)) is not None:
-            happened.append(loss)
-            if loss.stream is not None:
-                (refused.add if loss.is_refusal else refused.discard)(loss.stream)
-        if isinstance(entry.event, ev.InstanceLost):
-            refused.difference_update(entry.event.produced_tokens)
-        plans = {
-            (each.stream, each.attempt): each.plan
-            for each in entry.actions
-            if isinstance(each, act.Start)
-        }
-        for action in entry.actions:
-            match action:
-                case act.Recovered(stream=stream, attempt=attempt):
-                    open_[stream, attempt] = decision = RecordedDecision(
-                        entry.line,
-                        entry.now_s,
-                        action,
-                        plans.get((stream, attempt)),
-                        after_refusal=stream in refused,
-                    )
-                    happened.append(decision)
-                case act.GiveUp():
-                    if action.reason is act.Reason.REFUSED:
-                        rejected.add(action.stream)
-                    happened.append(RecordedDecision(entry.line, entry.now_s, action, None))
-                case act.Settled(stream=stream, attempt=attempt) if (stream, attempt) in open_:
-                    open_.pop((stream, attempt)).settled = action
-                case _:
-                    pass
-    return [each for each in happened if not _is_about_a_request(each, rejected)]
-
-
-def _is_about_a_request(each: Loss | RecordedDecision, rejected: set[StreamId]) -> bool:
-    """Return whether a faulty request caused the loss or decision, so that no instance is
-    to blame.
-    """
-    if isinstance(each, Loss):
-        return each.is_refusal and each.stream in rejected
-    is_over = isinstance(each.action, act.GiveUp)
-    return each.action.stream in rejected and (is_over or each.after_refusal)
-
-
-def _loss(entry: LogEntry) -> Loss | None:
-    event, at = entry.event, (entry.line, entry.now_s)
-    match event:
-        case ev.InstanceLost():
-            return Loss(*at, event.instance, event.cause, None)
-        case ev.HolderLost():
-            return Loss(*at, event.holder, event.cause, None)
-        case ev.AttemptFailed():
-            is_refusal = event.failure is ev.FailureKind.REFUSED
-            return Loss(*at, event.instance, event.cause, event.stream, is_refusal)
-        case _:
-            return None
+        found.note(entry.now_s, entry.wall_s, entry.event, entry.actions, entry.line)
+    return [*found.entries]
 
 
 def show_incidents(path: Path, *, as_json: bool = False) -> bool:
-    """Print each loss and each decision of an event log, and whether the policy decides the same
-    again, given the same events.
+    """Print the incidents of an event log, and whether the policy decides the same again, given the
+    same events.
 
     Returns:
         False if a decision differs.
@@ -188,37 +48,122 @@ def show_incidents(path: Path, *, as_json: bool = False) -> bool:
         again = rerun(lines) if is_whole else None
     if again is None:
         notes.append("not run again: the log begins in the middle")
-    difference = None if again is None else again.difference
     entries = [record for record in records if isinstance(record, LogEntry)]
     notes += _guesses(entries)
-    happened, moment = incidents(entries), _moments(entries)
-    document = {
-        "version": 1,
+    happened = incidents(entries)
+    facts = {
         "log": path.name,
         "notes": notes,
         "events": len(entries),
         "actions": sum(len(entry.actions) for entry in entries),
         "span_s": entries[-1].now_s - entries[0].now_s if entries else 0.0,
-        "began_wall_s": entries[0].wall_s if entries else None,
-        "same": None if again is None else difference is None,
-        "difference": difference
-        and {
-            "line": difference.entry.line,
-            "event": type(difference.entry.event).__name__,
-            "recorded": [each if as_json else str(each) for each in difference.entry.actions],
-            "again": [each if as_json else str(each) for each in difference.again],
-        },
-        **placements(entries),
-        "losses": [asdict(each) | moment(each.at_s) for each in happened if isinstance(each, Loss)],
-        "decisions": [
-            _plain_decision(each, moment)
-            | {name: getattr(each, name) for name in ("action", "plan", "settled", "after_refusal")}
-            for each in happened
-            if isinstance(each, RecordedDecision)
+        "began_utc": _utc(Moment(0.0, entries[0].wall_s)) if entries else None,
+        "same": None if again is None else again.difference is None,
+    }
+    others = placements(entries) | {"difference": _difference(again, as_json=as_json)}
+    facts["began_cached"] = others.pop("began_cached")
+    if as_json:
+        found = {"incidents": [_plain(incident) for incident in happened]}
+        show({"version": 2} | facts | others | found, as_json=True)
+    else:
+        said = [f"{incident.at}  {sentence(incident)}" for incident in happened]
+        for line in said or [f"no incidents in {facts['span_s']:.0f} s"]:
+            output().print(line, markup=False, highlight=False)
+        tables = {"decisions": [*_decisions(happened)], "failures": [*_failures(happened)]}
+        parts = {name: part for name, part in (tables | others).items() if part}
+        show(parts | {"checked": facts}, as_json=False)
+    return again is None or again.difference is None
+
+
+def _difference(again: Rerun | None, *, as_json: bool) -> dict[str, Any] | None:
+    if again is None or (found := again.difference) is None:
+        return None
+    return {
+        "line": found.entry.line,
+        "event": type(found.entry.event).__name__,
+        "recorded": [each if as_json else str(each) for each in found.entry.actions],
+        "again": [each if as_json else str(each) for each in found.again],
+    }
+
+
+def _decisions(happened: Iterable[Incident]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each decision, for people."""
+    for incident in happened:
+        for victim in incident.victims.values():
+            for each in victim.decisions:
+                yield {
+                    "line": each.line,
+                    "time": str(each.at),
+                    "stream": victim.stream,
+                    "decision": each.way,
+                    "cause": each.cause,
+                    "predicted, s": getattr(each.action, "predicted_s", None),
+                    "real, s": getattr(each.settled, "real_s", None),
+                    "pause, s": None if each.settled is None else victim.pause_s,
+                    "outcome": each.outcome(victim),
+                    "options, s": ", ".join(map(_cost, each.costs)) or None,
+                }
+
+
+def _failures(happened: Iterable[Incident]) -> Iterator[dict[str, Any]]:
+    for loss in (loss for incident in happened for loss in incident.losses):
+        yield {
+            "line": loss.line,
+            "time": str(loss.at),
+            "instance": loss.instance,
+            "cause": loss.cause,
+            "stream": loss.stream,
+        }
+
+
+def _cost(cost: OptionCost) -> str:
+    extra = f" (+{cost.extra_s:.3g} for others)" if cost.extra_s >= 0.0005 else ""
+    why = f" (excluded: {cost.excluded})" if cost.excluded else ""
+    return f"{cost.option.value} {cost.predicted_s:.4g}{extra}{why}"
+
+
+def _plain(incident: Incident) -> dict[str, Any]:
+    return {
+        "sentence": sentence(incident),
+        **_times(incident.at),
+        "subject": incident.subject,
+        "kind": incident.kind.name.lower(),
+        "up": incident.up and _times(incident.up),
+        "longest_pause_s": incident.longest_pause_s,
+        "fates": incident.fates,
+        "losses": [_dated(each._asdict()) for each in incident.losses],
+        "streams": [
+            {
+                "stream": victim.stream,
+                "fate": victim.fate,
+                "pause_s": victim.pause_s,
+                "decisions": [
+                    _dated(asdict(each))
+                    | {
+                        "option": each.option,
+                        "way": each.way,
+                        "cause": each.cause,
+                        "outcome": each.outcome(victim),
+                        "options": [cost._asdict() for cost in each.costs],
+                    }
+                    for each in victim.decisions
+                ],
+            }
+            for victim in incident.victims.values()
         ],
     }
-    show(document, as_json=as_json, hidden=("action", "plan", "settled", "option", "outcome"))
-    return difference is None
+
+
+def _dated(row: dict[str, Any]) -> dict[str, Any]:
+    return _times(row.pop("at")) | row
+
+
+def _times(at: Moment) -> dict[str, Any]:
+    return {"at_s": at.now_s, "at_utc": _utc(at)}
+
+
+def _utc(at: Moment) -> str | None:
+    return None if at.utc is None else at.utc.isoformat(timespec="milliseconds")
 
 
 def _guesses(entries: Iterable[LogEntry]) -> Iterator[str]:
@@ -293,41 +238,3 @@ def _lines_of_file(path: Path) -> tuple[list[str], list[str]]:
     # Left out, because a proxy that is killed while it writes leaves part of a line.
     cut = f"{path.name} ends within line {len(lines) + 1}, which is left out"
     return lines, [cut] if rest else []
-
-
-def _moments(entries: Sequence[LogEntry]) -> Moments:
-    """Make the function that adds UTC to times of the log, for comparison with other records; logs
-    of older versions have no UTC.
-    """
-    first = next(iter(entries), None)
-    wall_zero_s = None if first is None or first.wall_s is None else first.wall_s - first.now_s
-
-    def moment(at_s: float) -> dict[str, Any]:
-        utc = None if wall_zero_s is None else datetime.fromtimestamp(wall_zero_s + at_s, UTC)
-        return {
-            "at_s": at_s,
-            "at_utc": utc and utc.isoformat(timespec="milliseconds"),
-        }
-
-    return moment
-
-
-def _plain_decision(each: RecordedDecision, moment: Moments) -> dict[str, Any]:
-    action, settled = each.action, each.settled
-    back = "open" if settled is None else "back"
-    return {
-        "line": each.line,
-        **moment(each.at_s),
-        "stream": action.stream,
-        "attempt": getattr(action, "attempt", None),
-        "option": each.option,
-        "way": each.way,
-        "cause": each.cause,
-        "raw_s": getattr(each.chosen, "raw_s", None),
-        "predicted_s": getattr(action, "predicted_s", None),
-        "others_wait_s": each.others_wait_s,
-        "real_s": getattr(settled, "real_s", None),
-        "regret_s": getattr(settled, "regret_s", None),
-        "outcome": "given up" if isinstance(action, act.GiveUp) else back,
-        "options": each.options,
-    }

@@ -16,7 +16,7 @@ def incidents(
     log: Annotated[Path, typer.Argument(help="A proxy's event log (proxy.event_log)")],
     as_json: opt.Json = False,
 ) -> None:
-    """Show the losses and decisions of an event log, and decide them again."""
+    """Describe the incidents of an event log, list their decisions, and decide them again."""
     from kvrs.cli.incidents import show_incidents
 
     raise typer.Exit(0 if show_incidents(log, as_json=as_json) else 1)

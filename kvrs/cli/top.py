@@ -44,7 +44,7 @@ def top(
     config: AdminConfig = None,
     once: Once = False,
 ) -> None:
-    """Show instances, streams and recoveries of a proxy every second; q or Ctrl-C ends it."""
+    """Show instances, streams and events of a proxy every second; q or Ctrl-C ends it."""
     from kvrs.net.admin import AdminClient
 
     client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
@@ -99,10 +99,10 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
-    """Make the contents of the screen: the table of instances, then the newest recoveries that fit
+    """Make the contents of the screen: the table of instances, then the newest incidents that fit
     into `rows` lines.
     """
-    instances, recoveries = overview["instances"], overview["recoveries"]
+    instances, incidents = overview["instances"], overview["incidents"]
     headings = dict.fromkeys(name for row in instances for name in row["facts"])
     table = Table(box=None, pad_edge=False)
     for name in ("instance", "role", "node", "health"):
@@ -124,9 +124,9 @@ def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
     lines = [_line(f"{row['id']}: {note}") for row in instances for note in row["notes"]]
     causes = [row for row in instances if not row["is_up"] and row["reason"]]
     lines += [_line(f"{row['id']}: {row['reason']}") for row in causes]
-    if recoveries:
-        lines.append(Text("recoveries, the newest first", style="bold"))
-        lines += map(_recovery, recoveries)
+    if incidents:
+        lines.append(Text("events, the newest first", style="bold"))
+        lines += [_line(f"{row['time']}  {row['sentence']}") for row in incidents]
     return Group(*parts, *lines[: max(0, rows - 8 - len(shown))])
 
 
@@ -135,21 +135,14 @@ def _head(overview: Mapping[str, Any], url: str) -> Text:
     up = sum(row["is_up"] for row in overview["instances"])
     stages = ", ".join(f"{count} {stage}" for stage, count in streams["by_stage"].items())
     restorable = streams["restorable"]["streams"]
-    policy = overview["policy"]
+    policy, fates = overview["policy"], overview["fates"]
     return _line(
         f"kvrs {overview['proxies'][0]['id']} at {url}\n"
         f"{up} of {len(overview['instances'])} instances up, policy {policy['policy']}, "
         f"backup {policy['backup']}\n"
         f"{streams['open']} streams{f' ({stages})' if stages else ''}, "
-        f"{restorable} could be restored\n"
-    )
-
-
-def _recovery(row: Mapping[str, Any]) -> Text:
-    real = "" if row["real_s"] is None else f", took {row['real_s']:.3f} s"
-    return _line(
-        f"{row['from'] or '-'} > {row['to'] or '-'}  {row['option']} "
-        f"(predicted {row['predicted_s']:.3f} s{real})  {row['outcome']}  {row['cause']}"
+        f"{restorable} could be restored; saved since start: "
+        f"{fates['back']} of {fates['back'] + fates['lost']}\n"
     )
 
 

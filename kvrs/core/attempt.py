@@ -238,7 +238,10 @@ class Attempt(Generic[S]):
             self.computes = None
             self._computed(computes, self._history_tokens, self._reused_tokens, now_s)
         needs_replay, promise = bool(live.journal.replayed), live.journal.promise
-        control.tell(ev.StreamResumed(live.id, self.number, needs_replay, promise), now_s)
+        recovers = self.number > 1 or live.attempt.option.stays
+        last_s = live.journal.last_write_s if recovers else None
+        gap_s = None if last_s is None else now_s - last_s
+        control.tell(ev.StreamResumed(live.id, self.number, needs_replay, promise, gap_s), now_s)
         if live.copies:
             control.checkpoints.resumed(live, now_s)
 

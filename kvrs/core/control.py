@@ -192,10 +192,12 @@ class Control(Generic[S]):
         self.catch_up()
         if self.streams.get(live.id) is live:
             self._shell.end_stream(live, outcome)
-            self.close(live, now_s)
+            self.close(live, now_s, outcome.cause if isinstance(outcome, CannotContinue) else "")
 
-    def close(self, live: S, now_s: float) -> None:
-        """Take the stream out of all books, however it ended; safe to call again."""
+    def close(self, live: S, now_s: float, cause: str = "") -> None:
+        """Take the stream out of all books, however it ended; safe to call again. `cause`: as in
+        `StreamEnded`.
+        """
         self.catch_up()
         if self.streams.get(live.id) is not live:
             # The stream was closed before; its client may have resumed it under a new record.
@@ -211,7 +213,9 @@ class Control(Generic[S]):
             self.checkpoints.ended(live)
         if self.fences.noted:
             self.fences.ended(live.id, self.instances.known)
-        self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
+        there = live.attempt.runs_on if cause else None
+        at = None if there is None else there.id
+        self.tell(ev.StreamEnded(live.id, live.journal.attempt, cause, at), now_s)
 
     def tell(self, event: ev.Event, now_s: float) -> None:
         """Pass an event to the policy, and perform its actions; events caused by these follow."""

@@ -148,7 +148,8 @@ def recover(
     if not eligible:
         return None
     chosen = rule.decide(eligible, budget_s(state, stream, now_s), others)
-    return _decision(state, rule, stream, chosen, estimates, others)
+    excluded = _excluded(stream, estimates, eligible)
+    return _decision(state, rule, stream, chosen, estimates, others, excluded)
 
 
 def stay_or_leave(
@@ -188,9 +189,10 @@ def stay_or_leave(
     if not eligible:
         return None
     chosen = rule.decide(eligible, budget_s(state, stream, now_s), others)
+    excluded = _excluded(stream, estimates, eligible)
     if elsewhere is not None and chosen is elsewhere.chosen:
-        return Decision(chosen, tuple(estimates), elsewhere.plan)
-    return _decision(state, rule, stream, chosen, estimates, others)
+        return Decision(chosen, tuple(estimates), elsewhere.plan, excluded=excluded)
+    return _decision(state, rule, stream, chosen, estimates, others, excluded)
 
 
 def _decision(
@@ -200,12 +202,13 @@ def _decision(
     chosen: Estimate,
     estimates: list[Estimate],
     others: float,
+    excluded: dict[Option, str],
 ) -> Decision:
     plan: act.Plan | None = None
     if chosen.option is not Option.ABORT:
         plan = options.BY_NAME[chosen.option].plan(state, stream, chosen)
     charged = others if rule.spares_others else 0.0
-    return Decision(chosen, tuple(estimates), plan, charged)
+    return Decision(chosen, tuple(estimates), plan, charged, excluded)
 
 
 def budget_s(state: State, stream: Stream, now_s: float) -> float | None:
@@ -280,6 +283,23 @@ def _eligible(
         return estimates
     allowed = [estimate for estimate in estimates if estimate.option not in recovery.removed]
     return allowed or [each for each in estimates if each.option is not last] or estimates
+
+
+def _excluded(
+    stream: Stream, estimates: Sequence[Estimate], eligible: Sequence[Estimate]
+) -> dict[Option, str]:
+    """Return why options with an estimate were not eligible, for operators."""
+    if len(eligible) == len(estimates):
+        return {}
+    allowed, excluded = {each.option for each in eligible}, dict[Option, str]()
+    for option in (each.option for each in estimates if each.option not in allowed):
+        if option in stream.recovery.removed:
+            excluded[option] = "it has just failed for this stream"
+        elif stream.needs_replay and not option.is_same_output:
+            excluded[option] = "its tokens would not be exact"
+        else:
+            excluded[option] = "it needs a slot, and none was free in time"
+    return excluded
 
 
 def _rule(state: State) -> Rule:

@@ -278,6 +278,7 @@ def _note_recovery(state: State, stream: Stream, decision: Decision) -> None:
             recovery.cause,
             recovery.failed,
             decision.others,
+            decision.excluded,
         )
     )
 

@@ -212,6 +212,7 @@ def _stay(
             cause,
             chosen.target,
             decision.others,
+            decision.excluded,
         )
     )
 

@@ -100,7 +100,7 @@ class AdminClient:
         Raises:
             AdminError: as `state`.
         """
-        return self.read("overview", "instances", "streams", "recoveries", "policy")
+        return self.read("overview", "instances", "streams", "incidents", "policy")
 
     def reload(self) -> None:
         """Tell the proxy to reload its configuration file.

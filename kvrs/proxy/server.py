@@ -121,14 +121,15 @@ class Proxy:
         await parts.mirror.peers.meet_first()
         if self._supervisor is None:
             await self._listen_to_clients()
-        await self._listen_to_operators(parts)
+        admin = await self._listen_to_operators(parts)
         if self._config.gossip.enabled:
             await self._join(parts.gossip_view)
         # The log is opened after the ports are bound, so that a proxy started twice by mistake
         # fails before it touches the log.
         if parts.event_log is not None:
             parts.event_log.open()
-        self._background = [asyncio.create_task(each) for each in self._work_of(parts)]
+        work = [*self._work_of(parts), admin.keep_history()]
+        self._background = [asyncio.create_task(each) for each in work]
         if self._supervisor is not None:
             # Wait for an instance that is up: the other workers take requests until then.
             until_s = time.monotonic() + _SEEN_WITHIN_S
@@ -168,7 +169,7 @@ class Proxy:
         )
         self.port = await self._open(server, "port")
 
-    async def _listen_to_operators(self, parts: Parts) -> None:
+    async def _listen_to_operators(self, parts: Parts) -> Admin:
         admin = Admin(
             parts.driver,
             parts.metrics,
@@ -179,6 +180,7 @@ class Proxy:
             None if self._supervisor is None else self._supervisor.reload_all,
         )
         self.admin_port = await self._listen(admin.routes(), "admin_port")
+        return admin
 
     async def _join(self, gossip_view: GossipView) -> None:
         config = self._config

@@ -114,6 +114,12 @@ class SimJournal:
     def token_interval_s(self) -> float | None:
         return mean_interval_s(self.first_token_s, self.last_token_s, len(self.output_ids))
 
+    @property
+    def last_write_s(self) -> float | None:
+        # Here a token is appended before it is reported.
+        times_s = self.received_s
+        return times_s[-2] if len(times_s) > 1 else None
+
     def append(self, token: int, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s

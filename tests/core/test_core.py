@@ -214,12 +214,16 @@ def test_what_cannot_be_continued_as_promised_ends_with_its_cause(
     live = driver.decoding()
     live.journal.inexact, live.journal.replayed = ("tools",), replayed
     live.journal.promise = promise
-    assert live.instance is not None
+    lost = live.instance
+    assert lost is not None
 
-    driver.lose(live.instance)
+    driver.lose(lost)
 
     outcomes = [outcome for _, outcome in driver.calls_of("end_stream")]
-    assert outcomes == [CannotContinue("cannot be continued exactly: tools")] * ends
+    cause = "cannot be continued exactly: tools"
+    assert outcomes == [CannotContinue(cause)] * ends
+    ended = [each for each in driver.events if isinstance(each, ev.StreamEnded)]
+    assert [(each.cause, each.instance) for each in ended] == [(cause, lost)] * ends
 
 
 def test_one_call_is_lost_with_either_of_its_instances() -> None:

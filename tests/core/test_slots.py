@@ -142,6 +142,10 @@ def test_an_attempt_whose_slot_expired_is_followed_by_one_that_needs_none() -> N
 
     assert (of(harness.actions, act.Recovered)[0].option, waiting) == (Option.SPLIT, 1)
     assert (expired[0].stream, expired[0].option) == (A, Option.RECOMPUTE)
+    failed, slotless = "it has just failed for this stream", "it needs a slot, and none was free in"
+    assert expired[0].excluded.pop(Option.SPLIT) == failed
+    assert expired[0].excluded
+    assert all(each.startswith(slotless) for each in expired[0].excluded.values())
 
 
 def test_when_every_way_has_failed_only_the_last_stays_removed() -> None:
@@ -158,6 +162,8 @@ def test_when_every_way_has_failed_only_the_last_stays_removed() -> None:
 
     assert options == [Option.MIGRATE, Option.RECOMPUTE, Option.MIGRATE]
     assert of(harness.actions, act.Recovered)[-1].option is Option.RECOMPUTE
+    excluded = [sorted(each.excluded) for each in of(harness.actions, act.Recovered)]
+    assert excluded[:2] == [[], [Option.MIGRATE]]
 
 
 def test_a_stream_in_the_queue_is_decided_again_when_its_wait_is_over() -> None:

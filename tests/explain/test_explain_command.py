@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.cli.incidents import RecordedDecision, incidents, show_incidents
-from kvrs.core.event_log import LogEntry, read
+from kvrs.cli.incidents import incidents, show_incidents
+from kvrs.core.event_log import LogEntry, event_line, read
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, LogError
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.guess import guessed_table
 from kvrs.protocol.instance import ReformingReport
@@ -198,21 +199,15 @@ def test_a_log_shows_what_a_choice_was_charged_for_other_victims(tmp_path: Path)
     """Two victims with one target wait for each other's compute time there."""
     path = written(tmp_path / "events.jsonl", incident())
     records = list(read(path.read_text().splitlines()))
-    decided = [
-        each
-        for each in incidents(record for record in records if isinstance(record, LogEntry))
-        if isinstance(each, RecordedDecision)
-    ]
+    happened = incidents(record for record in records if isinstance(record, LogEntry))
 
     _, text = shown_log(path)
 
-    first, waited_s = decided[0], decided[0].others_wait_s
+    (first, *_) = happened[0].victims[A].decisions
     assert isinstance(first.action, act.Recovered)
     assert first.chosen is not None
-    assert waited_s is not None
-    assert (first.action.others, waited_s) == (1.0, first.chosen.at_target_s)
-    assert "others_wait_s" in text
-    assert f"{waited_s:.4g}" in text
+    assert first.action.others == 1.0
+    assert f"(+{first.chosen.at_target_s:.3g} for others)" in text
 
 
 def test_a_log_shows_streams_that_stay(tmp_path: Path) -> None:
@@ -234,6 +229,7 @@ def test_a_log_shows_streams_that_stay(tmp_path: Path) -> None:
 
     assert "in_place at d0" in text
     assert "0.05 " in text
+    assert "rank 1 of d0 lost: reshard; 1 stream, back" in text
 
 
 def test_the_first_difference_of_a_log_is_named(tmp_path: Path) -> None:
@@ -254,12 +250,58 @@ def test_a_log_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert show_incidents(written(tmp_path / "events.jsonl", incident()), as_json=True)
 
     found = json.loads(capsys.readouterr().out)
-    assert (found["version"], found["same"], found["difference"]) == (1, True, None)
-    assert [loss["instance"] for loss in found["losses"]] == ["d0", "d1", "p1", "agent-n1"]
-    assert found["decisions"][0]["settled"]["real_s"] > 0
-    assert {"raw_s", "total_s", "first_page"} <= set(
-        found["decisions"][0]["action"]["estimates"][0]
-    )
+    assert (found["version"], found["same"], found["difference"]) == (2, True, None)
+    assert [each["subject"] for each in found["incidents"]] == ["d0", "d1", "p1", "agent-n1"]
+    first = found["incidents"][0]["streams"][0]["decisions"][0]
+    assert first["settled"]["real_s"] > 0
+    assert {"raw_s", "total_s", "first_page"} <= set(first["action"]["estimates"][0])
+
+
+def test_a_log_begins_with_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One for each incident, in UTC where the log has it; a log without incidents says so, and for
+    which time.
+    """
+    quiet = [incident()[0], *(event_line(at_s, ev.TimerFired(), []) for at_s in (3.0, 100.0))]
+    lost = ev.InstanceLost(InstanceId("d0"), 1, "killed", {})
+    timed = [*quiet, event_line(100.5, lost, [], wall_s=1_795_237_595.25)]
+
+    _, text = shown_log(written(tmp_path / "events.jsonl", incident()))
+    _, none = shown_log(written(tmp_path / "quiet.jsonl", quiet))
+    _, utc = shown_log(written(tmp_path / "timed.jsonl", timed))
+
+    first = "d0 died: killed; 2 streams, all back; not up again"
+    assert text.startswith(f"at 1.700 s  {first}\nat 2.200 s  d1 failed an attempt")
+    assert none.startswith("no incidents in 97 s\n")
+    assert utc.startswith("2026-11-21 05:06:35 UTC  d0 died: killed; no stream was there")
+
+
+def test_prompts_placed_by_prefix_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts that went past the shortest queue, with what both instances had of them."""
+    p0, p1, b, c = InstanceId("p0"), InstanceId("p1"), StreamId("B"), StreamId("C")
+    plan = act.Plan(InstanceId("d0"), p1)
+    lines = [
+        incident()[0],
+        event_line(0.0, ev.StreamArrived(A, 1000), [act.Start(A, 1, plan, {p0: 0, p1: 900})]),
+        event_line(1.0, ev.StreamArrived(b, 1000), [act.Start(b, 1, plan, {p1: 512})]),
+        event_line(2.0, ev.StreamArrived(c, 9), [act.Start(c, 1, plan)]),
+    ]
+
+    show_incidents(written(tmp_path / "events.jsonl", lines), as_json=True)
+
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["began_cached"] == 2
+    assert shown["placed_by_prefix"] == [
+        {
+            "line": 2,
+            "stream": A,
+            "instance": p1,
+            "cached_tokens": 900,
+            "shortest_queue": p0,
+            "cached_there": 0,
+        }
+    ]
 
 
 def test_a_log_says_whose_prefill_times_were_guessed(tmp_path: Path) -> None:

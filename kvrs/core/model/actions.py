@@ -99,6 +99,8 @@ class Recovered(_Action, frozen=True, gc=False):
     failed: InstanceId | None
     # Number of other victims per target; each estimate was charged for their wait.
     others: float = 0.0
+    # Options that have an estimate and could not be chosen, with the cause.
+    excluded: dict[Option, str] = {}
 
 
 class Redirect(_Action, frozen=True):

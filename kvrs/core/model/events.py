@@ -292,7 +292,7 @@ class WholeAsked(_Event, frozen=True):
     attempt: int
 
 
-class StreamResumed(_Event, frozen=True, gc=False):
+class StreamResumed(_Event, frozen=True, gc=False, omit_defaults=True):
     """The first new token of this attempt has reached the client; the event is repeated when
     `needs_replay` becomes true.
     """
@@ -301,6 +301,8 @@ class StreamResumed(_Event, frozen=True, gc=False):
     attempt: int
     needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly.
     promise: Promise = Promise.NONE
+    # Pause of a recovered stream: the time since the token before; None: no token before.
+    gap_s: float | None = None
 
 
 class FailureKind(StrEnum):
@@ -358,11 +360,15 @@ class SlotDenied(_Event, frozen=True):
     wait_s: float  # The agent's estimate of the time until a slot is free.
 
 
-class StreamEnded(_Event, frozen=True, gc=False):
+class StreamEnded(_Event, frozen=True, gc=False, omit_defaults=True):
     """The stream is complete or has failed for good, or its client has left."""
 
     stream: StreamId
     attempt: int
+    # The cause for which the proxy has ended the stream, with the instance of its last attempt, if
+    # any. Empty: the stream is complete or was given up, or its client has left.
+    cause: str = ""
+    instance: InstanceId | None = None
 
 
 class TimerFired(_Event, frozen=True):

@@ -62,6 +62,10 @@ class StreamJournal(Protocol):
     def output_ids(self) -> Sequence[int]: ...
 
     @property
+    def last_write_s(self) -> float | None:
+        """Time of the token before the one that is being reported; None: it is the first one."""
+
+    @property
     def token_interval_s(self) -> float | None:
         """Mean time between two tokens; None: too few tokens."""
 

@@ -212,6 +212,7 @@ class Member:
     load: LoadReport | None = None  # The last load report; None: the instance is not up.
     reported_s: float = 0.0  # Time of `load`.
     beat_s: float = -inf  # Time of the last heartbeat, sent also while the event loop stalls.
+    starts: int = 0  # Number of processes of the instance that have come up here.
     # The last epoch in each of the instance's last starts, by number of the start.
     epochs: dict[int, int] = field(default_factory=dict)
     # Transfers of KV to and from the instance work. False until a self-test has passed, if any.
@@ -309,6 +310,7 @@ class Member:
             reported_s=self.reported_s,
             beat_s=self.beat_s,
             epochs=self.epochs,
+            starts=self.starts + (not self.had_not_ended(info)),
         )
         made.prefill = made.full_prefill = prefill or PrefillTable.from_measured(info.prefill)
         made.guess = made.full_prefill if made.full_prefill.is_guess else None

@@ -74,6 +74,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     plan: act.Plan | None
     # Number of other victims per target; each estimate was charged for their wait.
     others: float = 0.0
+    excluded: dict[Option, str] = {}  # The same as in `Recovered`.
     # Refusal of a new stream because of the load; None: none.
     refusal: act.StreamRefusal | None = None
 
@@ -343,7 +344,7 @@ class Stream:
         self.prompt_tokens, self.produced_tokens = event.prompt_tokens, event.produced_tokens
         self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True
         self.first_token_sent = event.produced_tokens > 0
-        self.recovery.note_failure("the stream came from another proxy", None, now_s)
+        self.recovery.note_failure("taken over from another proxy", None, now_s)
 
     @property
     def is_fresh(self) -> bool:

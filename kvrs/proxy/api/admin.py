@@ -1,8 +1,10 @@
 """The operator's port, separate from the clients': state, metrics, reload."""
 
+import asyncio
 import math
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from http import HTTPStatus
@@ -20,9 +22,10 @@ from kvrs.net.http import HEALTHZ, answer, require_token
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.mirror import DrainOrder
+from kvrs.proxy.api.history import INTERVAL_S, Counts, History
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.rows import StateSeries
-from kvrs.proxy.api.state import describe, describe_processes
+from kvrs.proxy.api.state import describe, describe_open, describe_processes
 from kvrs.proxy.fleet.orders import (
     RankOrder,
     note_exit,
@@ -89,6 +92,8 @@ class Admin:
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._driver = driver
         self._registry = metrics.registry
+        self._streams = metrics.streams
+        self._history, self._began_s = History(), time.time()
         self._registry.register(StateSeries(partial(self._described, describe_processes)))
         self._gossip_view = gossip_view
         self._peers = peers
@@ -97,6 +102,28 @@ class Admin:
         self._reloaded = reloaded
         self._large = LargeWork()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
+
+    async def keep_history(self) -> None:
+        """Take a sample for the page's curves every few seconds, until cancelled."""
+        while True:
+            self._sample()
+            await asyncio.sleep(INTERVAL_S)
+
+    def _sample(self) -> None:
+        driver, ttft, now_s = self._driver, self._streams.ttft, self._driver.clock()
+        hits = driver.control.policy.prefix_hits.values()
+        counts = Counts(
+            driver.control.progress.tokens,
+            sum(ttft.counts),
+            ttft.sum_s,
+            sum(each.prompt_tokens for each in hits),
+            sum(each.cached_tokens for each in hits),
+        )
+        journals = [live.journal for live in driver.streams.values()]
+        pauses_s = [now_s - each.last_write_s for each in journals if each.last_write_s is not None]
+        pauses_s += driver.recoveries.gaps_since(now_s - INTERVAL_S)
+        longest_s = max(pauses_s, default=None)
+        self._history.sample(counts, len(journals), longest_s, now_s, time.time())
 
     def _described(self, describe: Describe) -> dict[str, Any]:
         return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
@@ -134,7 +161,10 @@ class Admin:
             "dispatch": config.policy.dispatch.value,
             "backup": config.backup.mode.value,
         }
-        return answer(overview(self._described(describe), policy))
+        view = overview(
+            self._described(describe_open), policy, self._driver.incidents, self._history
+        )
+        return answer(view | {"now_s": time.time(), "began_s": self._began_s})
 
     async def _ui(self, _: Request) -> Response:
         """Return the page that shows the overview every second."""

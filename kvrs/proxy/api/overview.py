@@ -6,19 +6,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvrs.core.books.incidents import Incidents
+from kvrs.core.model.incident import Fate, HitStream, Incident, RecordedDecision, sentence
+from kvrs.protocol.instance import MEMORY
+from kvrs.proxy.api.history import History
 from kvrs.proxy.api.rows import AGENTS, INSTANCES, State, Table, words
 
-RECOVERIES = 50  # Most recoveries that are shown, newest first.
+# Most streams whose decisions are shown, those of the newest incidents; attempts of each of them.
+STREAMS = 50
+ATTEMPTS = 5
 LINKS = 200
-_OF_RECOVERY = (
-    *("at_s", "stream", "attempt", "option", "from", "to", "cause"),
-    *("predicted_s", "real_s", "gap_s", "outcome"),
-)
 
 
-def overview(state: State, policy: Mapping[str, Any]) -> dict[str, Any]:
+def overview(
+    state: State, policy: Mapping[str, Any], incidents: Incidents, history: History
+) -> dict[str, Any]:
     """Make the overview of the state that `/kvrs/v1/state` returns."""
     streams: Sequence[State] = state["streams"]
+    memory = {row["target"]: row for row in state["links"] if row["source"] == MEMORY}
     return {
         "proxies": [
             {key: each[key] for key in ("id", "pid", "peers", "lacks_tokenizer")}
@@ -29,9 +34,11 @@ def overview(state: State, policy: Mapping[str, Any]) -> dict[str, Any]:
             _shown(row, INSTANCES) | {"notes": [*_notes(row)]} for row in state["instances"]
         ],
         "agents": [
-            _shown({**row, "role": "agent"}, AGENTS) | {"notes": []} for row in state["agents"]
+            _shown({**row, "role": "agent", "memory": memory.get(row["node"])}, AGENTS)
+            | {"notes": []}
+            for row in state["agents"]
         ],
-        "links": state["links"][:LINKS],
+        "links": [row for row in state["links"] if row["source"] != MEMORY][:LINKS],
         "slots": state["slots"],
         "streams": {
             "open": len(streams),
@@ -40,7 +47,9 @@ def overview(state: State, policy: Mapping[str, Any]) -> dict[str, Any]:
             "restorable": _restorable(streams),
             "why_not": dict(Counter(row["unprotected"] for row in streams if row["unprotected"])),
         },
-        "recoveries": [_recovery(row) for row in reversed(state["recoveries"][-RECOVERIES:])],
+        "fates": {fate: incidents.fates[fate] for fate in Fate} | {"running": incidents.running},
+        "incidents": [*_incidents(incidents)],
+        "history": history.columns(),
     }
 
 
@@ -89,10 +98,52 @@ def _donor(stage: State) -> str:
     return f" (borrowed from {stage['donor']})" if stage["donor"] else ""
 
 
-def _recovery(row: State) -> dict[str, Any]:
-    shown = {key: row[key] for key in _OF_RECOVERY}
-    estimates = [{key: each[key] for key in ("option", "total_s")} for each in row["estimates"]]
-    return {**shown, "estimates": estimates}
+def _incidents(incidents: Incidents) -> Iterator[dict[str, Any]]:
+    """Yield the incidents, newest first."""
+    room = STREAMS
+    for incident in reversed(incidents.entries):
+        shown = [_victim(each) for each in [*incident.victims.values()][:room]]
+        room -= len(shown)
+        yield {
+            "number": incident.number,
+            "at_s": incident.at.wall_s,
+            "time": str(incident.at),
+            "sentence": sentence(incident),
+            "state": _state(incident),
+            "streams": shown,
+            "others": incident.fates.total() - len(shown),
+        }
+
+
+def _state(incident: Incident) -> str:
+    if incident.fates[Fate.LOST]:
+        return "lost"
+    return "over" if incident.is_over else "open"
+
+
+def _victim(victim: HitStream) -> dict[str, Any]:
+    return {
+        "stream": victim.stream,
+        "fate": victim.fate,
+        "pause_s": victim.pause_s,
+        "attempts": [_attempt(each, victim) for each in victim.decisions[-ATTEMPTS:]],
+    }
+
+
+def _attempt(decision: RecordedDecision, victim: HitStream) -> dict[str, Any]:
+    return {
+        "way": decision.way,
+        "cause": decision.cause,
+        "failed": decision.retried_for,
+        "outcome": decision.outcome(victim),
+        "predicted_s": getattr(decision.action, "predicted_s", None),
+        "real_s": getattr(decision.settled, "real_s", None),
+        # Few bytes: most values are empty.
+        "options": [
+            {key: value for key, value in each._asdict().items() if value}
+            for each in decision.costs
+        ],
+    }
 
 
 def _restorable(streams: Sequence[State]) -> dict[str, Any]:

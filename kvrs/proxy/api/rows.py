@@ -124,6 +124,11 @@ def _ranks_shown(row: State) -> Any:
     return len(row["ranks"]) if len(row["ranks"]) > 1 else None
 
 
+def _starts_shown(row: State) -> Any:
+    starts = row["starts"]
+    return {0: None, 1: "once"}.get(starts, f"{starts} times")
+
+
 def _drafts_shown(row: State) -> Any:
     drafts = row["speculation"]
     return f"{drafts['accepted']} of {drafts['proposed']}" if at(drafts, "proposed") else None
@@ -197,7 +202,7 @@ INSTANCES = {
         "Tokens of new prompts that the worker answered for: computed, or cached there.",
         "source",
     ),
-    "epoch": Row("epoch"),
+    "started": Row(_starts_shown),
     "drafts by": Row("paired_with"),
     "accepted": Row(_drafts_shown),
     "kvrs_draft_tokens_total": Row(
@@ -244,6 +249,14 @@ INSTANCES = {
 }
 
 
+def _memory_shown(row: State) -> Any:
+    """Return the rate from the agent's memory to the instances of its node, where streams have been
+    restored from it.
+    """
+    rate = at(row, "memory.bytes_per_s")
+    return None if rate is None else f"{rate / 1e9:.1f} GB/s"
+
+
 def _regions(row: State) -> dict[Labels, float]:
     alive = [each["is_alive"] for each in row["regions"]]
     return {("alive",): alive.count(True), ("dead",): alive.count(False)}
@@ -255,6 +268,7 @@ AGENTS = {
     "held": Row(
         lambda row: None if row["held_bytes"] is None else row["held_bytes"] / 1e6, form="{:.0f} MB"
     ),
+    "loads at": Row(_memory_shown),
     "kvrs_agent_reserved_bytes": Row(
         lambda row: row["reserved_bytes"] or 0,
         "Memory that the agent has reserved for streams of all proxies.",

@@ -22,13 +22,20 @@ from kvrs.proxy.watch.gossip_view import GossipView
 def describe(
     driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
 ) -> dict[str, Any]:
+    recoveries = [_recovery(recovery) for recovery in driver.recoveries.entries]
+    return describe_open(driver, gossip_view, proxy, now_s) | {"recoveries": recoveries}
+
+
+def describe_open(
+    driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
+) -> dict[str, Any]:
+    """Describe all processes and the open streams."""
     policy = driver.control.policy.snapshot()
     unplaced = policy["unprotected"]
     return {
         **describe_processes(driver, gossip_view, proxy, now_s),
         "policy": policy,
         "streams": [_stream(driver, live, unplaced, now_s) for live in driver.streams.values()],
-        "recoveries": [_recovery(recovery) for recovery in driver.recoveries.entries],
     }
 
 
@@ -109,6 +116,7 @@ def _instance(
         "health": known.health,
         **_ranks(known, now_s),
         "epoch": None if not known.was_up else known.info.epoch,
+        "starts": known.starts,
         "models": [] if not known.was_up else listed_names(known.info),
         # Version of a stock engine; None: not known yet, or an engine of kvrs.
         "engine_version": driver.backends[known.id].engine_version,

@@ -166,7 +166,7 @@ def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:
         used = reloads.config
         return header_line(used.policy, used.slo, used.ordered_backup, part)
 
-    return EventLog(Path(settings.event_log), EVENT_LOG_BYTES, header, time.time)
+    return EventLog(Path(settings.event_log), EVENT_LOG_BYTES, header)
 
 
 def policy_part(reloads: Reloads, driver: Driver) -> ReloadingPart:

@@ -118,10 +118,11 @@ class AttemptContext:
         live.task = None
         self.control.end(live, Complete(), self.clock())
 
-    def fail(self, live: OpenStream, failure: Failed) -> None:
+    def fail(self, live: OpenStream, failure: Failed, cause: str = "") -> None:
+        """End the stream with this failure. `cause`: as in `StreamEnded`."""
         if not live.outcome.done():
             live.outcome.set_result(failure)
-        self.control.close(live, self.clock())
+        self.control.close(live, self.clock(), cause)
 
 
 def blame_refusers(metrics: Metrics, live: OpenStream) -> None:

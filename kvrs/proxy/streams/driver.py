@@ -11,6 +11,7 @@ from typing import assert_never
 from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.incidents import Incidents
 from kvrs.core.control import NO_IDS, Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.model import actions as act
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 # first.
 _REFUSED_RETRY_S = 10.0
 _MOST_CAUSES = 4  # Most causes in an answer.
+INCIDENTS_KEPT = 100
 _STATUS = {
     act.Reason.NO_INSTANCE: 503,
     act.Reason.OVERLOADED: 503,
@@ -89,12 +91,15 @@ class Driver:
         # Id of this run of the proxy: a proxy that replaces this one has another id.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
+        self.incidents = Incidents(INCIDENTS_KEPT)
+        self._event_log = event_log
+        self._wall_clock = wall_clock
         self.control = control = Control[OpenStream](
             config,
             run_id=self.run_id,
             shell=self,
             runs_self_tests=config.proxy.self_test,
-            trace=None if event_log is None else event_log.note,
+            trace=self._trace,
         )
         self.context = AttemptContext(
             config,
@@ -121,6 +126,13 @@ class Driver:
         self._tasks: dict[EagerTask[None], OpenStream] = {}
         self._quiet: asyncio.Future[None] | None = None
         self._wakes: set[asyncio.TimerHandle] = set()
+
+    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+        # Rounded as in the event log, so that both show the same time.
+        wall_s = round(self._wall_clock(), 3)
+        self.incidents.note(now_s, wall_s, event, actions)
+        if self._event_log is not None:
+            self._event_log.note(now_s, wall_s, event, actions)
 
     @property
     def streams(self) -> Mapping[StreamId, OpenStream]:
@@ -193,7 +205,10 @@ class Driver:
 
     def _out_of_time(self, live: OpenStream) -> None:
         if live.journal.first_write_s is None and not live.journal.output_ids:
-            self.context.fail(live, out_of_time("first token", self.request_timeout_s))
+            failure = out_of_time("first token", self.request_timeout_s)
+            is_recovering = live.recovery.failed_at_s is not None
+            cause = "no token came within proxy.request_timeout_s" if is_recovering else ""
+            self.context.fail(live, failure, cause)
 
     def end_early(self, stream: StreamId, failure: Failed) -> None:
         """End a stream for a reason of the proxy's own; do nothing if it has ended."""

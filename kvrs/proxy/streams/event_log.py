@@ -51,13 +51,11 @@ class EventLog:
         path: Path,
         max_bytes: int,
         header: Callable[[int], str],
-        wall_clock: Callable[[], float],
     ) -> None:
         self._path = path
         self._part_bytes = part_bytes(max_bytes)
         self._most_old_bytes = max_bytes - self._part_bytes
         self._header = header
-        self._wall_clock = wall_clock
         self._part = 0
         self._size_bytes = 0
         self._lock: TextIO | None = None
@@ -88,10 +86,12 @@ class EventLog:
                 f"that can be written"
             ) from None
 
-    def note(self, now_s: float, event: ev.Event, actions: Sequence[act.Action]) -> None:
+    def note(
+        self, now_s: float, wall_s: float, event: ev.Event, actions: Sequence[act.Action]
+    ) -> None:
         if self._given_up:
             return
-        self._pending.append((now_s, self._wall_clock(), event, actions))
+        self._pending.append((now_s, wall_s, event, actions))
         if len(self._pending) > _MOST_PENDING:
             self._give_up("the disk does not keep up")
 

@@ -173,6 +173,16 @@ class RecoveryLog:
             recovery.gap_s = now_s - recovery.last_write_s
         self.settle(stream, "resumed")
 
+    def gaps_since(self, since_s: float) -> list[float]:
+        """Return the pauses that ended after `since_s`."""
+        return [
+            each.gap_s
+            for each in self.entries
+            if each.gap_s is not None
+            and each.real_s is not None
+            and each.decided_s + each.real_s > since_s
+        ]
+
     def fetched(self, fetches: Iterable[FetchReport]) -> None:
         """Note the targets' reports of fetches. A report may come several times, before or after
         the first token.

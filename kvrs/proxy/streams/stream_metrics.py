@@ -128,7 +128,7 @@ class StreamMetrics:
         counter = partial(TallySeries, registry=registry)
         active = "kvrs_streams_active", "Streams that are open now."
         self.active = counter(*active, is_counter=False).of()
-        self._ttft = histogram(
+        self.ttft = histogram(
             "kvrs_ttft_seconds", "Time to the first token of a stream.", buckets=LONG_SECONDS
         )
         self._tpot = histogram(
@@ -189,7 +189,7 @@ class StreamMetrics:
         if not journal.owner_epoch:
             self._prompt_tokens.value += len(journal.prompt_ids or ())
             if first_s is not None:
-                found.append((self._ttft, first_s - arrived_s))
+                found.append((self.ttft, first_s - arrived_s))
             if journal.finish_reason is not None:
                 found.append((self._e2e, now_s - arrived_s))
         for durations, seconds in found:

@@ -8,19 +8,28 @@ from typing import Any
 
 import pytest
 
-from kvrs.proxy.api.overview import LINKS, RECOVERIES, overview
+from kvrs.cli.incidents import incidents
+from kvrs.core.books.incidents import Incidents
+from kvrs.core.event_log import LogEntry, read
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.incident import sentence
+from kvrs.ids import InstanceId, StreamId
+from kvrs.proxy.api.history import Counts, History
+from kvrs.proxy.api.overview import LINKS, STREAMS, overview
 from tests.browser import BROWSER, browsing
 from tests.proxy.api.test_state_rows import a_row, down
 from tests.proxy.conftest import ProxyClusterBuilder
 
 MAX_PAGE_BYTES = 100_000
 POLICY = {"policy": "auto"}
+ESTIMATES = tuple(Estimate(each, InstanceId("d0"), 0.1) for each in Option)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="not installed: chromium")
 # What the page shows: the class of each part's health by its name, and rows of recoveries.
 HEALTH = """Object.fromEntries([...document.querySelectorAll(".part > span:first-child")].map(
     each => [each.firstChild.data.trim(), each.lastChild.className]))"""
-OUTCOMES = """[...document.querySelectorAll("#recoveries tr")].map(
-    each => each.lastChild.textContent)"""
+EVENTS = """[...document.querySelectorAll(".event .text")].map(each => each.textContent)"""
 LOOKS = """performance.getEntriesByType("resource").filter(
     each => each.name.endsWith("/kvrs/v1/overview")).length"""
 
@@ -35,9 +44,23 @@ def looks_until(condition: str) -> str:
     }})"""
 
 
-def a_state(streams: int = 0, recoveries: int = 0, links: int = 0) -> dict[str, Any]:
-    up = {"epoch": 3, "node": "n0"}
-    lost = {"id": "d1", "node": "n1", "reason": "connection refused", "prefix_hits": None}
+def seen(
+    state: dict[str, Any],
+    incidents: Incidents | None = None,
+    history: History | None = None,
+) -> dict[str, Any]:
+    return overview(state, POLICY, incidents or Incidents(100), history or History())
+
+
+def a_state(streams: int = 0, links: int = 0) -> dict[str, Any]:
+    up = {"starts": 3, "node": "n0"}
+    lost = {
+        "id": "d1",
+        "node": "n1",
+        "reason": "connection refused",
+        "prefix_hits": None,
+        "starts": 1,
+    }
     return {
         "proxies": [{"id": "proxy-0", "pid": 1, "peers": {}, "lacks_tokenizer": False}],
         "instances": [a_row() | up | {"streams": streams}, down(a_row()) | lost],
@@ -65,30 +88,12 @@ def a_state(streams: int = 0, recoveries: int = 0, links: int = 0) -> dict[str, 
             }
             for number in range(streams)
         ],
-        "recoveries": [
-            {
-                "at_s": float(number),
-                "stream": f"s{number}",
-                "attempt": 2,
-                "option": "migrate",
-                "from": "d1",
-                "to": "d0",
-                "cause": "lost",
-                "predicted_s": 0.1,
-                "real_s": 0.2,
-                "gap_s": 0.3,
-                "outcome": "resumed",
-                "regret_s": 0.0,
-                "estimates": [{"option": "migrate", "total_s": 0.1, "queue_s": 0.0}],
-            }
-            for number in range(recoveries)
-        ],
     }
 
 
 def test_the_overview_counts_streams_and_what_can_be_restored() -> None:
     """From where, and why the others cannot."""
-    view = overview(a_state(streams=5), POLICY)
+    view = seen(a_state(streams=5))
 
     assert view["streams"] == {
         "open": 5,
@@ -105,7 +110,7 @@ def test_the_overview_counts_streams_and_what_can_be_restored() -> None:
         "skew": "1.50",
         "copies": "2",
         "cached": "60%",
-        "epoch": "3",
+        "started": "3 times",
         "accepted": "6 of 10",
     }
     assert (lost["health"], lost["reason"]) == ("down", "connection refused")
@@ -117,15 +122,14 @@ def test_the_overview_tells_an_instance_that_is_started_again() -> None:
     starting = a_state()["instances"][1] | {"state": "assist", "ready_in_s": 7.4}
     shown = "it is being started again, drafts for d0, its model is there in 7 s"
 
-    rows = overview(
+    rows = seen(
         a_state()
         | {
             "instances": [
                 starting | {"paired_with": "d0"},
                 starting | {"paired_with": None, "skipped": "draft: too large"},
             ]
-        },
-        POLICY,
+        }
     )["instances"]
 
     assert [row["health"] for row in rows] == ["assist"] * 2
@@ -137,20 +141,57 @@ def test_the_overview_tells_an_instance_that_is_started_again() -> None:
 def test_the_overview_tells_an_instance_without_some_ranks_and_one_that_drains() -> None:
     short = a_row() | {"node": "n0", "state": "degraded", "degree": 1, "full_degree": 2}
 
-    view = overview(a_state() | {"instances": [short, short | {"draining": True}]}, POLICY)
+    view = seen(a_state() | {"instances": [short, short | {"draining": True}]})
 
     assert [row["health"] for row in view["instances"]] == ["degraded", "draining"]
     assert {row["facts"]["ranks"] for row in view["instances"]} == {"1 of 2"}
 
 
 def test_the_overview_is_bounded() -> None:
-    """Whatever the number of streams, the newest recoveries first."""
-    view = overview(a_state(streams=5000, recoveries=1000, links=4032), POLICY)
+    """Whatever the number of streams and incidents, and for 15 minutes; the newest first, with the
+    decisions of their streams.
+    """
+    book, history = Incidents(100), History()
+    for number in range(200):
+        streams = [StreamId(f"{number}-{each}") for each in range(20)]
+        lost = ev.InstanceLost(InstanceId(f"d{number}"), 1, "killed", dict.fromkeys(streams, 3))
+        decided = [
+            act.Recovered(each, 2, Option.MIGRATE, 0.1, ESTIMATES, "killed", lost.instance)
+            for each in streams
+        ]
+        book.note(float(number), float(number), lost, [])
+        book.note(float(number), float(number), ev.TimerFired(), decided)
+    for number in range(1000):
+        history.sample(Counts(number, 0, 0.0, 0, 0), 5000, 0.123456, 5.0 * number, 1.8e9)
 
-    assert len(view["recoveries"]) == RECOVERIES
-    assert view["recoveries"][0]["stream"] == "s999"
+    view = seen(a_state(streams=5000, links=4032), book, history)
+
+    rows = [each["streams"] for each in view["incidents"]]
+    assert [len(each) for each in rows[:4]] == [20, 20, 10, 0]
+    assert sum(map(len, rows)) == STREAMS
+    assert view["incidents"][0]["sentence"].startswith("d199 died: killed; 20 streams, ")
+    assert (view["incidents"][3]["others"], view["fates"]["running"]) == (20, 4000)
     assert len(view["links"]) == LINKS
+    assert {len(values) for values in view["history"].values()} == {180}
     assert len(json.dumps(view)) < MAX_PAGE_BYTES
+
+
+def test_a_sample_has_what_happened_since_the_one_before() -> None:
+    """None where nothing did; an instance that restarts counts its prompts from 0 again."""
+    history = History()
+
+    history.sample(Counts(100, 2, 1.0, 1000, 500), 3, None, 10.0, 1e9)
+    history.sample(Counts(350, 4, 2.5, 1200, 550), 4, 0.2, 15.0, 1e9 + 5)
+    history.sample(Counts(350, 4, 2.5, 1300, 0), 0, None, 20.0, 1e9 + 10)
+
+    assert history.columns() == {
+        "at_s": [1e9 + 5, 1e9 + 10],
+        "tokens_per_s": [50.0, 0.0],
+        "ttft_s": [0.75, None],
+        "streams": [4, 0],
+        "pause_s": [0.2, None],
+        "hit_share": [0.25, None],
+    }
 
 
 @pytest.mark.network
@@ -182,13 +223,45 @@ async def test_the_page_needs_no_token_and_holds_no_data(
 
 
 @pytest.mark.network
+async def test_the_page_and_the_log_tell_a_death_in_the_same_words(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """At the same time, with the pause that the client saw."""
+    log = tmp_path / "events.jsonl"
+    system = await build(pairs=2, proxy={"event_log": str(log)})
+    system.script.gate, system.script.gate_at = asyncio.Event(), 3
+    asked = asyncio.create_task(
+        system.complete(prompt=[5, 6, 7], max_tokens=6, temperature=0, stream=True)
+    )
+    await system.until_streams_hold(3)
+    (stream,) = (await system.state())["streams"]
+    await system.instances[stream["decode"]].kill()
+    system.script.gate.set()
+    await asked
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/overview"
+    async with system.http.get(url) as answer:
+        (shown,) = (await answer.json())["incidents"]
+    (recovery,) = (await system.state())["recoveries"]
+    await system.proxy.close()
+
+    records = read(log.read_text().splitlines())
+    (told,) = incidents(each for each in records if isinstance(each, LogEntry))
+    assert (shown["time"], shown["sentence"]) == (str(told.at), sentence(told))
+    assert f"1 stream, back; pause {recovery['gap_s']:.2f} s; not up again" in shown["sentence"]
+    (row,) = shown["streams"]
+    (attempt,) = row["attempts"]
+    assert attempt["outcome"] == row["fate"] == "back"
+    assert attempt["predicted_s"] == recovery["predicted_s"]
+
+
+@pytest.mark.network
 @pytest.mark.process
 @needs_browser
 async def test_an_open_page_shows_a_kill_with_its_next_looks(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
-    """It looks once a second, so a kill shows within two; the recoveries follow, without an error
-    of the console.
+    """It looks once a second, so a kill shows within two; that the stream is saved follows, without
+    an error of the console.
     """
     system = await build(pairs=2)
     url = f"http://127.0.0.1:{system.proxy.admin_port}/ui"
@@ -209,12 +282,17 @@ async def test_an_open_page_shows_a_kill_with_its_next_looks(
         looks_after = await page.evaluate(looks_until(f"({HEALTH})['{victim}'] === 'down'"))
         system.script.gate.set()
         status, _ = await asked
-        await page.until(f"({OUTCOMES}).includes('resumed')")
+        await page.until(f"({EVENTS}).some(each => each.includes('1 stream, back'))")
+        said = await page.evaluate(EVENTS)
+        saved = await page.evaluate("document.querySelector('#numbers b').textContent")
         errors = page.errors
 
     assert before == dict.fromkeys(("p0", "d0", "p1", "d1"), "up")
     assert looks_after - looks <= 2
     assert status == 200
+    assert len(said) == 1
+    assert re.fullmatch(rf"{victim} died: .*; 1 stream, back; pause \d.* s; not up again", said[0])
+    assert saved == "1 of 1"
     assert errors == []
 
 
@@ -244,8 +322,8 @@ async def test_the_page_fits_a_phone_both_schemes_and_a_screen_reader(
             spoken.setdefault(node["role"]["value"], []).append(name)
     assert width <= 400
     assert colours[0] != colours[1]
-    assert spoken["region"] == ["Streams", "Nodes"]
-    assert len(spoken["table"]) == 2
+    assert spoken["region"] == ["Streams", "Last 15 minutes", "Events", "Nodes"]
+    assert len(spoken["table"]) == 1
     assert all(spoken["table"])
     assert len(spoken["status"]) == 1
-    assert {"Nodes", "Recoveries", "Links"} <= {*spoken["heading"]}
+    assert {"Events", "Nodes", "Links"} <= {*spoken["heading"]}

@@ -57,7 +57,8 @@ async def test_a_report_belongs_to_the_epoch_of_that_start(
         (4 * EPOCHS_PER_START + 2, "SIGKILL"),
         (4 * EPOCHS_PER_START + 2, "SIGSEGV"),
     ]
-    assert (await system.health())["d0"] == "up"
+    (row,) = (each for each in (await system.state())["instances"] if each["id"] == "d0")
+    assert (row["health"], row["starts"]) == ("up", 2)
 
 
 async def _logged(log: Path, count: int) -> bool:

@@ -42,7 +42,7 @@ async def test_an_instance_that_lived_on_is_fenced_before_it_is_used_again(
     }
 
     system.instances["d0"].cut_watch()
-    await system.until(lambda: _is(system, "d0", epoch=2))
+    await system.until(lambda: _is(system, "d0", epoch=2, starts=1))
     system.script.gate.set()
 
     assert await asyncio.gather(*asked) == [text()] * 2

@@ -8,7 +8,6 @@ import gzip
 import os
 import secrets
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -253,10 +252,10 @@ async def test_the_oldest_parts_are_removed(tmp_path: Path) -> None:
     for other in others:
         other.write_text("of another")
     for _ in range(3):
-        opened = EventLog(path, 65536, header, time.time)
+        opened = EventLog(path, 65536, header)
         opened.open()
         for number in range(2500):
-            opened.note(float(number), ev.DrainEnded(InstanceId(secrets.token_hex(60))), ())
+            opened.note(float(number), 0.0, ev.DrainEnded(InstanceId(secrets.token_hex(60))), ())
         await opened.close()
 
     old = old_parts(path)
@@ -271,9 +270,9 @@ async def test_the_oldest_parts_are_removed(tmp_path: Path) -> None:
 async def test_each_line_has_the_time_of_the_wall_clock(tmp_path: Path) -> None:
     """Without it the log meets neither other logs nor a graph."""
     path = tmp_path / "events"
-    opened = EventLog(path, 1 << 20, header, lambda: 1_795_237_595.1234)
+    opened = EventLog(path, 1 << 20, header)
     opened.open()
-    opened.note(1.0, ev.TimerFired(), ())
+    opened.note(1.0, 1_795_237_595.1234, ev.TimerFired(), ())
     await opened.close()
 
     (entry,) = (each for each in read(path.read_text().splitlines()) if isinstance(each, LogEntry))
@@ -286,9 +285,9 @@ async def test_a_new_proxy_begins_a_new_log(tmp_path: Path) -> None:
     path.write_text("before\n")
 
     for _ in range(2):
-        opened = EventLog(path, 1 << 20, header, time.time)
+        opened = EventLog(path, 1 << 20, header)
         opened.open()
-        opened.note(1.0, ev.TimerFired(), ())
+        opened.note(1.0, 0.0, ev.TimerFired(), ())
         await opened.close()
 
     assert gzip.decompress((tmp_path / "events.1.gz").read_bytes()) == b"before\n"
@@ -312,12 +311,12 @@ async def test_a_log_is_on_disk_before_the_proxy_ends(
 async def test_entries_of_a_cancelled_writer_are_written(tmp_path: Path) -> None:
     """The proxy may end at any moment, also between two writes."""
     path = tmp_path / "events"
-    opened = EventLog(path, 1 << 20, header, time.time)
+    opened = EventLog(path, 1 << 20, header)
     opened.open()
     busy = threading.Event()
     opened._writer.submit(busy.wait)
 
-    opened.note(1.0, ev.TimerFired(), ())
+    opened.note(1.0, 0.0, ev.TimerFired(), ())
     flushing = asyncio.create_task(opened.flush())
     await asyncio.sleep(0)
     flushing.cancel()
@@ -354,7 +353,7 @@ async def test_a_full_disk_ends_the_log_and_nothing_else(
 ) -> None:
     """A log with a gap could not be run again; streams go on without one."""
     path = tmp_path / "events"
-    opened = EventLog(path, 1 << 20, header, time.time)
+    opened = EventLog(path, 1 << 20, header)
     opened.open()
     descriptor = os.open("/dev/full", os.O_WRONLY)
     assert opened._file is not None
@@ -362,7 +361,7 @@ async def test_a_full_disk_ends_the_log_and_nothing_else(
     os.close(descriptor)
 
     for _ in range(3):
-        opened.note(1.0, ev.TimerFired(), ())
+        opened.note(1.0, 0.0, ev.TimerFired(), ())
         await opened.flush()
 
     assert [record.message for record in caplog.records] == ["the event log ends here"]
@@ -374,12 +373,12 @@ async def test_a_broken_disk_ends_the_log_and_nothing_else(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Writing to address 0 of a process is an input/output error, as from a disk that fails."""
-    opened = EventLog(tmp_path / "events", 65536, header, time.time)
+    opened = EventLog(tmp_path / "events", 65536, header)
     opened.open()
     _replace(opened, "/proc/self/mem")
 
     for _ in range(3):
-        opened.note(1.0, ev.TimerFired(), ())
+        opened.note(1.0, 0.0, ev.TimerFired(), ())
         await opened.flush()
 
     (record,) = caplog.records
@@ -393,18 +392,18 @@ async def test_a_broken_disk_ends_the_log_and_nothing_else(
 @pytest.mark.network
 async def test_a_disk_that_hangs_stops_no_stream(tmp_path: Path) -> None:
     """Events are written by a thread; the event loop notes them and goes on."""
-    opened = EventLog(tmp_path / "events", 1 << 20, header, time.time)
+    opened = EventLog(tmp_path / "events", 1 << 20, header)
     opened.open()
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     _replace(opened, str(tmp_path / "pipe"))
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
     for _ in range(1000):  # More than the pipe and the file's buffer hold.
-        opened.note(1.0, ev.TimerFired(), ())
+        opened.note(1.0, 0.0, ev.TimerFired(), ())
 
     flushing = asyncio.create_task(opened.flush())
     for _ in range(100):
-        opened.note(2.0, ev.TimerFired(), ())
+        opened.note(2.0, 0.0, ev.TimerFired(), ())
         await asyncio.sleep(0)
 
     assert not flushing.done()

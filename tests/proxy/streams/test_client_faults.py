@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.cli.incidents import Loss, incidents
+from kvrs.cli.incidents import incidents
 from kvrs.core.event_log import LogEntry, read
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import RefusedError
@@ -64,7 +64,7 @@ def lost_in(log: Path) -> list[str]:
     """Instances where attempts failed, as the log's incidents have them."""
     records = read(log.read_text().splitlines())
     happened = incidents(each for each in records if isinstance(each, LogEntry))
-    return [each.instance for each in happened if isinstance(each, Loss)]
+    return [loss.instance for each in happened for loss in each.losses]
 
 
 @pytest.mark.parametrize(
