@@ -217,7 +217,8 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
             name = f"instance {instance.id}"
             if not port:
                 raise ConfigError(f"{name}: {key} is 0; allowed: the port at which peers reach it")
-            with naming_port(name, key, host, port), socket.socket() as trial:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with naming_port(name, key, host, port), socket.socket(family) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind((host, port))
 

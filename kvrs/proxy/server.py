@@ -16,7 +16,7 @@ from kvrs import __version__
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
-from kvrs.config.settings import HOST_OF_PORT
+from kvrs.config.settings import HOST_OF_PORT, netloc
 from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.ids import NodeId
@@ -288,7 +288,7 @@ class Proxy:
     def _describe(self) -> dict[str, Any]:
         parts = self.parts
         scheme = "http" if self._tls.port is None else "https"
-        url = f"{scheme}://{self._config.proxy.host}:{self.port}"
+        url = f"{scheme}://{netloc(self._config.proxy.host, self.port)}"
         identity = {
             "id": self._config.proxy.id,
             "node": socket.gethostname(),
