@@ -1,7 +1,7 @@
 """DistServe's server with the additions of kvrs: a prefill and a decode instance of the cluster.
 
     python -m distserve_patches.api_server <DistServe's own flags> --kvrs-config FILE --kvrs-node
-    NODE [--epoch N]
+    NODE
 
 The server prints "ready" once both instances take requests, and serves until SIGTERM or Ctrl-C.
 Hosts and ports come from the file.
@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -64,7 +65,10 @@ def _serve(arguments: Sequence[str]) -> None:
         "--kvrs-node", type=NodeId, required=True, help="id of the node in cluster.nodes"
     )
     parser.add_argument(
-        "--epoch", type=int, default=1, help="must rise with every start for the same node"
+        "--epoch",
+        type=int,
+        default=int(time.time()),
+        help="rises with every start for the same node; default: the clock's seconds",
     )
     parser.add_argument(
         "--end-with", type=int, metavar="PID", help="end when this process, which started us, ends"
@@ -135,17 +139,25 @@ def _run(launch: "Launch") -> None:
 
 
 def _start_ray(wanted_gpus: int, *, off_gpu: bool) -> None:
-    """Join the Ray of RAY_ADDRESS or of this machine; off the GPU, else start one."""
+    """Join the Ray of RAY_ADDRESS or of this machine, or start one.
+
+    Raises:
+        ConfigError: Ray has fewer GPUs.
+        KvrsError: Ray does not start, or does not answer.
+    """
     # Upstream reads the answer of one rank; other ranks' errors are expected when a stage dies.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
-    if off_gpu and "RAY_ADDRESS" not in os.environ:
-        logical = {"num_cpus": 1, "num_gpus": wanted_gpus, "object_store_memory": 80 << 20}
-        ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **logical, **quiet)
-    else:
-        ray.init(**quiet)
+    try:
+        if off_gpu and "RAY_ADDRESS" not in os.environ:
+            logical = {"num_cpus": 1, "num_gpus": wanted_gpus, "object_store_memory": 80 << 20}
+            ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **logical, **quiet)
+        else:
+            ray.init(**quiet)
+    except Exception as error:  # Ray raises the base class when its processes are too slow.
+        raise KvrsError(f"Ray: {' '.join(str(error).split()):.300}") from error
     has_gpus = int(ray.cluster_resources().get("GPU", 0))
     if has_gpus < wanted_gpus:
         raise ConfigError(

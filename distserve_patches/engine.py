@@ -16,7 +16,7 @@ from distserve_patches.jobs import Job, JobEnded, Stage, StageState
 from distserve_patches.pool import StagePool, geometry_of
 from distserve_patches.requests import JobRequest
 from distserve_patches.stages import ContextStage, DecodingStage
-from distserve_patches.watch import cause_of
+from distserve_patches.watch import WorkerProcess, cause_of, memory_cause
 from kvrs.errors import KvrsError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs_engine.scheduling.pages import PageManager
@@ -115,8 +115,13 @@ class RecoverableEngine:
     async def _supervise(self, stage: ContextStage | DecodingStage) -> None:
         while True:
             await self._run(stage)
+            workers = stage.located
             self._fail_victims(stage)
-            await self._restart(stage)
+            explaining = asyncio.create_task(_explain(self._states[stage.name], workers))
+            try:
+                await self._restart(stage)
+            finally:
+                explaining.cancel()
 
     async def _run(self, stage: ContextStage | DecodingStage) -> None:
         loops = asyncio.create_task(stage.start_event_loop())
@@ -134,7 +139,7 @@ class RecoverableEngine:
         """End all workers of a dead stage and every request that needs it. Their blocks at the
         other stage are freed.
         """
-        cause = stage.death.result()
+        cause = self._states[stage.name].death = stage.death.result()
         log.error("the %s stage is dead: %s", stage.name, cause)
         stage.end_workers()
         victims = [request for request in self._requests.values() if _needs(request, stage.name)]
@@ -380,3 +385,10 @@ def _exchanged(module: Any, **replacements: Any) -> Iterator[None]:
         yield
     finally:
         vars(module).update(originals)
+
+
+async def _explain(state: StageState, workers: list[WorkerProcess]) -> None:
+    """Note and log a cause of a stage's death that Ray tells some time after it."""
+    if (cause := await memory_cause(workers)) is not None:
+        log.error("the %s stage is dead: %s", state.stage, cause)
+        state.death = cause

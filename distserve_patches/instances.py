@@ -76,7 +76,7 @@ class StageInstance(ServedInstance):
             _refuse_what_is_not_greedy(asked)
 
     def down(self) -> str | None:
-        return None if self.stage.alive else f"the {self._which} stage is down"
+        return None if self.stage.alive else f"the {self._which} stage is down: {self.stage.death}"
 
     def info(self) -> InstanceInfo:
         assert self.prefill is not None, "it was measured before requests are taken"

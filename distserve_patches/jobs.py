@@ -57,6 +57,7 @@ class StageState:
     stage: Stage
     pages: PageManager  # New and empty after each restart.
     alive: bool = False
+    death: str = ""  # Cause of the last death.
     generation: int = 0  # Number of starts.
     worker_pids: tuple[int, ...] = ()  # Ordered by pipeline rank, then tensor rank.
     workers_here: bool = False  # All workers run on this process's node.

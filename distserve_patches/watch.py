@@ -9,6 +9,13 @@ import ray
 from ray.exceptions import RayError
 
 PING_INTERVAL_S = 0.5
+OUT_OF_MEMORY = (
+    "Ray's memory monitor ended it: the memory in use on its machine was above "
+    "RAY_memory_usage_threshold (0.95 unless set); RAY_memory_monitor_refresh_ms=0 in the "
+    "environment of Ray turns the monitor off"
+)
+# Variable that Ray names in its message about such an end.
+_THRESHOLD = "RAY_memory_usage_threshold"
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,24 @@ async def _end_of_actor(worker: WorkerProcess) -> str:
         await asyncio.sleep(PING_INTERVAL_S)
 
 
+async def memory_cause(workers: list[WorkerProcess]) -> str | None:
+    """Return the cause of the end of these workers if Ray's memory monitor ended one of them; None:
+    it did not. Ray knows the cause some time after the end.
+    """
+    pings = [worker.actor.__ray_call__.remote(lambda _: None) for worker in workers]
+    for worker, answer in zip(
+        workers, await asyncio.gather(*pings, return_exceptions=True), strict=True
+    ):
+        if isinstance(answer, RayError) and cause_of(answer) == OUT_OF_MEMORY:
+            return f"worker process {worker.pid} died: {OUT_OF_MEMORY}"
+    return None
+
+
 def cause_of(error: BaseException) -> str:
     """The cause of an error in one line. Ray's messages are paragraphs, and end with the cause
     after a remote traceback.
     """
+    if _THRESHOLD in str(error):
+        return OUT_OF_MEMORY
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "ray::" in lines[0] else lines[0]

@@ -1,4 +1,4 @@
-"""Run one instance by hand: `python -m kvrs_engine.engine --config FILE --instance ID [--epoch N]`.
+"""Run one instance by hand: `python -m kvrs_engine.engine --config FILE --instance ID`.
 
 At SIGHUP the instance reads the file again, to learn of new instances. At SIGTERM or Ctrl-C it ends
 when its streams have moved (`cluster.drain_s`), at a second signal at once.
@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +47,10 @@ def main() -> int:
         "--instance", type=InstanceId, required=True, help="id of the instance in cluster.nodes"
     )
     parser.add_argument(
-        "--epoch", type=int, default=1, help="must rise with every start of the same instance"
+        "--epoch",
+        type=int,
+        default=int(time.time()),
+        help="rises with every start of the same instance; default: the clock's seconds",
     )
     collect_nothing_yet()
     try:

@@ -40,19 +40,30 @@ class LoopbackRay:
         self._node: Any = None
 
     def start(self) -> str:
-        """Start Ray; return its address for processes that join."""
+        """Start Ray; return its address for processes that join. Raises LaunchError: Ray does not
+        start.
+        """
         os.environ.update(RAY_AUTH_TOKEN=ray_token(), RAY_TMPDIR=str(self._run.path), **ENVIRONMENT)
+        # Ray's memory monitor would end workers for the memory of other programs.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         import ray
 
-        ray.init(
-            num_cpus=1,
-            num_gpus=gpus_of(self._config),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            _temp_dir=str(self._run.path / "ray"),
-        )
+        try:
+            ray.init(
+                num_cpus=1,
+                num_gpus=gpus_of(self._config),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                _temp_dir=str(self._run.path / "ray"),
+            )
+        except Exception as error:  # Ray raises the base class when its processes are too slow.
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise LaunchError(
+                f"Ray did not start: {said:.300}; on a busy machine give it more time, as by "
+                "RAY_raylet_start_wait_time_s=120"
+            ) from None
         self._node = ray._private.worker._global_node
         return str(ray.get_runtime_context().gcs_address)
 

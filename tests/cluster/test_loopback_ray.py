@@ -7,11 +7,18 @@ import subprocess
 import sys
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
+import ray
 
+from kvrs.config.file import Config
 from kvrs_lab.cluster.guard import members, sweep
+from kvrs_lab.cluster.loopback_ray import LoopbackRay
+from kvrs_lab.cluster.processes import LaunchError
+from kvrs_lab.cluster.run_directory import RunDirectory
 
 pytestmark = [
     pytest.mark.process,
@@ -54,6 +61,21 @@ def test_ray_listens_on_loopback_only_asks_for_its_token_and_its_death_is_seen()
     assert [len(token) for token in tokens] == [64]
     assert "Ray's raylet ended with status -9" in said
     assert run.returncode == 0
+
+
+def test_a_ray_that_does_not_start_is_a_line_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray raises the base class of exceptions, with a paragraph."""
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen because ...")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+    with pytest.raises(LaunchError, match=r"^Ray did not start: The current .*_wait_time_s=120$"):
+        LoopbackRay(Config(), cast(RunDirectory, SimpleNamespace(path=tmp_path))).start()
 
 
 def _watched(

@@ -29,6 +29,17 @@ HELD = {
 }
 
 
+async def locate(actors: list[Any]) -> list[Any]:
+    return [
+        SimpleNamespace(actor=actor, pid=number, here=True)
+        for number, actor in enumerate(actors, 1)
+    ]
+
+
+async def memory_cause(workers: list[Any]) -> None:
+    """Ray's memory monitor has ended none."""
+
+
 def starter(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     """Starts an engine over fake workers, and checks at the end that no job is left in it."""
     import distserve.single_stage_engine as engines
@@ -46,12 +57,6 @@ def starter(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     from distserve_patches import engine as recoverable
     from distserve_patches import stages
 
-    async def locate(actors: list[Any]) -> list[Any]:
-        return [
-            SimpleNamespace(actor=actor, pid=number, here=True)
-            for number, actor in enumerate(actors, 1)
-        ]
-
     async def first_death(workers: list[Any]) -> str:
         deaths = [asyncio.ensure_future(worker.actor.death.wait()) for worker in workers]
         try:
@@ -61,6 +66,7 @@ def starter(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 death.cancel()
         return "killed by the test"
 
+    monkeypatch.setattr(recoverable, "memory_cause", memory_cause)
     monkeypatch.setattr(stages, "locate", locate)
     monkeypatch.setattr(stages, "first_death", first_death)
     monkeypatch.setattr(ray, "kill", lambda actor: actor.die())

@@ -348,6 +348,7 @@ async def test_the_death_of_the_decoding_stage_ends_its_streams_and_not_the_pref
     epoch = pair.decode.epoch
 
     victims = pair.engine.die(Stage.DECODING)
+    pair.engine.states[Stage.DECODING].death = "worker 7 died"
     pair.change(Stage.DECODING)
     for victim in victims:
         victim.sink.failed(Stage.DECODING, "worker 7 died")
@@ -361,6 +362,7 @@ async def test_the_death_of_the_decoding_stage_ends_its_streams_and_not_the_pref
         200,
         503,
     ]
+    assert "worker 7 died" in await (await pair.d.get("/kvrs/v1/instance")).text()
     pair.engine.restart(Stage.DECODING)
     pair.change(Stage.DECODING)
     info = await (await pair.d.get("/kvrs/v1/instance")).json()

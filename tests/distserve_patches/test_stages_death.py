@@ -19,6 +19,30 @@ def running(distserve: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) 
     return starter(tiny_model, monkeypatch)
 
 
+async def test_a_cause_that_ray_tells_later_is_passed_on(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The death is not reported later for it."""
+    from distserve_patches import engine as recoverable
+
+    told = asyncio.Event()
+
+    async def memory_cause(workers: list[object]) -> str:
+        await told.wait()
+        return f"{len(workers)} died of memory"
+
+    async with running() as (engine, world):
+        monkeypatch.setattr(recoverable, "memory_cause", memory_cause)
+        world.barren = 1  # So that there is a time in which it is down.
+        world.kill("decoding")
+        await until(lambda: not engine.stage(Stage.DECODING).alive)
+        await until(lambda: engine.stage(Stage.DECODING).death == "killed by the test")
+
+        told.set()
+
+        await until(lambda: engine.stage(Stage.DECODING).death == "1 died of memory")
+
+
 @pytest.mark.parametrize("held", HELD)
 async def test_the_death_of_decoding_fails_its_streams_and_spares_prefills(
     running: Running, held: str
