@@ -381,7 +381,20 @@ def test_proxies_may_list_the_pods_of_their_services_and_nothing_else() -> None:
     (subject,) = manifests["RoleBinding", "east-pods"]["subjects"]
     assert subject == {"kind": "ServiceAccount", "name": "east", "namespace": "prod"}
     assert ("ServiceAccount", "east") in manifests
+    role = manifests["ClusterRole", "prod-east-nodes"]  # One service follows nodes.
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+    assert manifests["ClusterRoleBinding", "prod-east-nodes"]["subjects"] == [subject]
     assert not any("Role" in kind or "Account" in kind for kind, _ in found(PLAIN))
+
+
+@pytest.mark.process
+@needs_helm
+@pytest.mark.parametrize(("ipv6", "host"), [(True, "::"), (False, "0.0.0.0")])
+def test_pods_of_ipv6_alone_listen_there(ipv6: bool, host: str) -> None:
+    made = found(PLAIN | {"ipv6": ipv6})["ConfigMap", "east"]
+
+    proxy = yaml.safe_load(made["data"]["kvrs.yaml"])["proxy"]
+    assert {proxy[key] for key in ("host", "admin_host", "peer_host")} == {host}
 
 
 @pytest.mark.process

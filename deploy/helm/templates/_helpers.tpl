@@ -65,7 +65,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $hosts := list (printf "${KVRS_POD}.%s" $service) $full (printf "%s.%s" $full .Values.clusterDomain) }}
 {{- $proxy := dict "id" "${KVRS_POD}" "peers" (include "kvrs.peers" . | fromJsonArray) }}
 {{- range $port, $number := dict "" 8000 "admin_" 8001 "peer_" 8002 }}
-{{- $_ := set $proxy (printf "%shost" $port) "0.0.0.0" }}
+{{- $_ := set $proxy (printf "%shost" $port) (ternary "::" "0.0.0.0" $.Values.ipv6) }}
 {{- $_ := set $proxy (printf "%sport" $port) $number }}
 {{- end }}
 {{- $given := (.Values.config.security).hosts | default list }}
