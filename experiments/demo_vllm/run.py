@@ -1,11 +1,10 @@
 """One stream of real vLLM, whose server is killed in the middle: what a client and an operator see,
-as a terminal session that is kept as a picture (`make demo-vllm`).
+kept with the time of each word (`make demo-vllm`), and drawn as a film (`picture.py`).
 """
 
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from kvrs.net.admin import AdminClient, AdminError
 from kvrs_testkit.vllm_rows import RowServers
 from kvrs_testkit.vllm_servers import PYTHON_ENV, START_TIMEOUT_S, VllmServers
 
-TOKENS = 240
+TOKENS = 175  # Of the reciter's page.
 KILL_AT = 120
 SEED = 7
 PROMPT = "ka lo mi ren sta vor ti el"
@@ -35,13 +34,18 @@ _COUNTED_S = 10.0
 
 
 class Streamed(NamedTuple):
-    """A stream to its end: the text, how often it finished, and the longest wait for an event."""
+    """A stream to its end: the text of each event with its time since the request, and how often
+    the stream finished.
+    """
 
-    text: str
+    events: list[tuple[float, str]]
     tokens: int
     finishes: int
     is_whole: bool  # It ended with [DONE], without an error event.
-    longest_gap_s: float
+
+    @property
+    def text(self) -> str:
+        return "".join(text for _, text in self.events)
 
 
 class Session:
@@ -56,56 +60,55 @@ class Session:
     def line(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style))
 
-    def picture(self) -> str:
-        """An SVG that names no font of another site."""
-        svg = self.console.export_svg(title="kvrs before vLLM", unique_id="kvrs")
-        return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-
 
 def main() -> int:
+    from experiments.demo_vllm.picture import film_of
+    from experiments.demo_vllm.reciter import REQUEST, write_reciter
+
     options = options_of(__doc__)
     record = Record(SEED, timed=False)
     session = Session()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        RowServers(Path(directory), python=options.python) as servers,
-    ):
-        print("starting two servers of vLLM and an agent (a minute or two) ...", flush=True)
-        servers.start_all()
-        figures = show(servers, session)
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "reciter"
+        write_reciter(model, SEED)
+        with RowServers(Path(directory), model=model, python=options.python) as servers:
+            print("starting two servers of vLLM and an agent (a minute or two) ...", flush=True)
+            servers.start_all()
+            figures = {"prompt": REQUEST} | show(servers, session, REQUEST)
     text = session.console.export_text(clear=False)
     is_void = record.keep(options.out, "demo_vllm", figures, text)
     if options.out is not None:
         path = options.out / "demo_vllm.svg"
-        path.write_text(session.picture())
-        print(f"\nthe terminal as a picture: {path}")
+        path.write_text(film_of(figures))
+        print(f"\nthe stream as a film: {path}")
     is_shown = figures["is_exact"] and figures["loaded_tokens"]
     return 1 if is_void or not is_shown else 0
 
 
-def show(servers: VllmServers, session: Session) -> dict[str, Any]:
+def show(servers: VllmServers, session: Session, prompt: str) -> dict[str, Any]:
     """Run the stream undisturbed and with the kill; return the figures."""
     config = servers.config
     servers.start_proxy(config)
     url = f"http://{config.proxy.host}:{config.proxy.port}"
     admin = AdminClient(f"http://{config.proxy.admin_host}:{config.proxy.admin_port}")
     until_tested(admin, len(servers.names))
-    clean = stream(url, servers.model, "undisturbed")
+    clean = stream(url, servers.model, "undisturbed", prompt=prompt)
 
-    session.step(f"vLLM on processors, {' and '.join(servers.names)}, kvrs in their CPU tier")
+    session.step(f"vLLM on CPUs, {' and '.join(servers.names)}, kvrs in their CPU tier")
     session.line("  the agent of their node, kvrs proxy in front; all self-tests have passed")
     session.step(f"POST /v1/completions, stream, {TOKENS} tokens, greedy")
-    killed: list[str] = []
+    killed: list[tuple[str, float]] = []
 
     def strike() -> None:
         (row,) = admin.state()["streams"]
-        killed.append(row["decode"])
         servers.kill(row["decode"])
+        killed.append((row["decode"], time.monotonic()))
 
-    found = stream(url, servers.model, "killed", at=KILL_AT, strike=strike)
+    begun_s = time.monotonic()
+    found = stream(url, servers.model, "killed", prompt=prompt, at=KILL_AT, strike=strike)
     recovery = counted_recovery(admin)
-    (victim,) = killed
-    before, behind = _around_the_middle(found.text)
+    ((victim, killed_s),) = killed
+    before, behind = _around(found.events)
     session.line(f"  {before} ...", "dim")
     session.step(f"SIGKILL of all processes of {victim}, after {KILL_AT} tokens")
     session.line(f"  ... {behind}", "dim")
@@ -120,14 +123,14 @@ def show(servers: VllmServers, session: Session) -> dict[str, Any]:
         "option": recovery["option"],
         "loaded_tokens": recovery["loaded_tokens"],
         "computed_tokens": recovery["computed_tokens"],
+        "killed_at_s": round(killed_s - begun_s, 4),
+        "events": [(round(at_s, 4), text) for at_s, text in found.events],
     }
     session.step("GET /kvrs/v1/state, the last of `recoveries`")
     shown = ("option", "from", "to", "loaded_tokens", "computed_tokens")
     session.line("  " + ", ".join(f"{key} {recovery[key]}" for key in shown))
     session.step("the same request without a kill")
     session.line("  the same text" if is_exact else "  ANOTHER TEXT", "bold" if is_exact else "red")
-    # On this machine, now: the clock is part of no kept figure.
-    print(f"\nlongest pause of the stream: {found.longest_gap_s * 1000:.0f} ms", flush=True)
     return figures
 
 
@@ -164,13 +167,14 @@ def stream(
     salt: str,
     *,
     tokens: int = TOKENS,
+    prompt: str = PROMPT,
     at: int = 0,
     strike: Callable[[], None] | None = None,
 ) -> Streamed:
     """Read a greedy stream; after `at` tokens call `strike` once. `salt` keeps caches apart."""
     body = {
         "model": model,
-        "prompt": PROMPT,
+        "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -181,32 +185,29 @@ def stream(
     request = urllib.request.Request(  # noqa: S310 - our own URL
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    text, received, finishes, is_whole, gap_s = "", 0, 0, False, 0.0
+    events: list[tuple[float, str]] = []
+    received, finishes, is_whole, begun_s = 0, 0, False, time.monotonic()
     with urllib.request.urlopen(request, timeout=_WITHIN_S) as answer:  # noqa: S310 - our own URL
-        last_s = None
         for line in answer:
             if not line.startswith(b"data: "):
                 continue
             if line.strip() == b"data: [DONE]":
                 is_whole = True
                 break
-            now_s = time.monotonic()
-            gap_s, last_s = max(gap_s, now_s - (last_s or now_s)), now_s
             for choice in json.loads(line[6:]).get("choices", []):
-                text += choice["text"]
+                events.append((time.monotonic() - begun_s, choice["text"]))
                 received += len(choice.get("token_ids") or [])
                 finishes += choice["finish_reason"] is not None
             if strike is not None and received >= at:
                 strike()
                 strike = None
-    return Streamed(text, received, finishes, is_whole, gap_s)
+    return Streamed(events, received, finishes, is_whole)
 
 
-def _around_the_middle(text: str) -> tuple[str, str]:
-    """Some words before and behind the middle, on one line each."""
-    words = " ".join(text.split())
-    middle, length = len(words) // 2, _WIDTH - 8
-    return words[middle - length : middle], words[middle : middle + length]
+def _around(events: list[tuple[float, str]]) -> tuple[str, str]:
+    """Some words before and behind the kill, on one line each; an event is a token."""
+    texts, length = [text for _, text in events], _WIDTH - 8
+    return "".join(texts[:KILL_AT])[-length:].strip(), "".join(texts[KILL_AT:])[:length].strip()
 
 
 def options_of(doc: str | None, file: str | None = None) -> argparse.Namespace:
