@@ -12,20 +12,24 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError, UnknownFieldError
+from kvrs.errors import RequestError
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
-from kvrs.protocol.openai.fields import is_among
-from kvrs.protocol.openai.requests import decode_as
-from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
+from kvrs.protocol.openai.structure import MAX_ELEMENTS
+from kvrs.protocol.openai.translated import (
+    AS_IN_CHAT,
+    CALL,
+    Fields,
+    ReceivedCall,
+    not_supported,
+    read_fields,
+    string_of,
+)
 
 PATH = "/v1/responses"
 ID = re.compile(r"resp_[0-9a-f]{48}", re.ASCII)
 CANCELLED = "cancelled"  # Error code of a response that its client cancelled.
 
 Event = dict[str, Any]
-Fields = dict[str, Any]
-
-_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
@@ -42,14 +46,7 @@ _IGNORED = {
 }
 _OWN = {"input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice"}
 _SWITCHES = ("stream", "background", "store")
-# Sampling fields that OpenAI's Responses API lacks; the chat's check reads them under the same
-# names.
-_AS_IN_CHAT = {
-    *("model", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "seed", "top_k"),
-    *("min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("chat_template_kwargs",),
-}
+_AS_IN_CHAT = AS_IN_CHAT | {"parallel_tool_calls", "stop"}
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
 
@@ -90,21 +87,11 @@ class ResponseRequest(msgspec.Struct, frozen=True):
 
 def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> ResponseRequest:
     """Check a request body. Raises RequestError: malformed, or an unsupported field or item."""
-    if body.lstrip().startswith(b"{"):
-        check_structure(body, max_elements=max_elements)
-    given = decode_as(_FIELDS, body)
-    fields = {name: value for name, value in given.items() if value is not None}
-    allowed_fields = {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES, *_NEUTRAL}
-    if unknown := [name for name in fields if name not in allowed_fields]:
-        raise UnknownFieldError(unknown[0], sorted(allowed_fields))
-    for name, value in fields.items():
-        if name in _NEUTRAL and not is_among(value, _NEUTRAL[name]):
-            neutral = (*_NEUTRAL[name], None)
-            allowed = " or ".join(msgspec.json.encode(each).decode() for each in neutral)
-            raise _not_supported(name, value, allowed)
+    allowed = {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES}
+    fields = read_fields(body, allowed, _NEUTRAL, max_elements)
     for name in _SWITCHES:
         if not isinstance(fields.get(name, False), bool):
-            raise _not_supported(name, fields[name], "true or false")
+            raise not_supported(name, fields[name], "true or false")
     if fields.get("background") and fields.get("store") is False:
         raise RequestError("a response in the background needs store", param="store")
     chat: Fields = {name: fields[name] for name in fields if name in _AS_IN_CHAT}
@@ -115,16 +102,11 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Res
     return ResponseRequest(fields, msgspec.json.encode(chat))
 
 
-def _not_supported(name: str, value: Any, allowed: str) -> RequestError:
-    shown = msgspec.json.encode(value)[:80].decode(errors="replace")
-    return RequestError(f"{name}={shown} is not supported; allowed: {allowed}", param=name)
-
-
 def _messages(fields: Fields) -> list[Fields]:
     given, messages = fields.get("input"), list[Fields]()
     instructions = fields.get("instructions", "")
     if not isinstance(instructions, str):
-        raise _not_supported("instructions", instructions, "a string")
+        raise not_supported("instructions", instructions, "a string")
     if instructions:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
@@ -134,17 +116,17 @@ def _messages(fields: Fields) -> list[Fields]:
     for place, item in enumerate(given):
         param = f"input[{place}]"
         if not isinstance(item, dict):
-            raise _not_supported(param, item, "an object")
+            raise not_supported(param, item, "an object")
         match item.get("type", "message"):
             case "message":
                 messages.append(_message(item, param))
             case "function_call":
                 call = {
-                    "id": _string(item, "call_id", param),
+                    "id": string_of(item, "call_id", param),
                     "type": "function",
                     "function": {
-                        "name": _string(item, "name", param),
-                        "arguments": _string(item, "arguments", param),
+                        "name": string_of(item, "name", param),
+                        "arguments": string_of(item, "arguments", param),
                     },
                 }
                 if messages and messages[-1]["role"] == "assistant":
@@ -153,20 +135,20 @@ def _messages(fields: Fields) -> list[Fields]:
                     messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
             case "function_call_output":
                 output = _text(item.get("output"), f"{param}.output")
-                call_id = _string(item, "call_id", param)
+                call_id = string_of(item, "call_id", param)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case "reasoning":
                 pass  # Left out, as chat templates leave out the reasoning of earlier turns.
             case kind:
                 allowed = "message, function_call, function_call_output, reasoning"
-                raise _not_supported(f"{param}.type", kind, allowed)
+                raise not_supported(f"{param}.type", kind, allowed)
     return messages
 
 
 def _message(item: Fields, param: str) -> Fields:
     role = item.get("role")
     if role not in _ROLES:
-        raise _not_supported(f"{param}.role", role, ", ".join(_ROLES))
+        raise not_supported(f"{param}.role", role, ", ".join(_ROLES))
     content = _text(item.get("content"), f"{param}.content")
     return {"role": "system" if role == "developer" else role, "content": content}
 
@@ -175,31 +157,25 @@ def _text(content: Any, param: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _not_supported(param, content, "a string or a list of parts")
+        raise not_supported(param, content, "a string or a list of parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
         if kind not in _TEXTS:
-            raise _not_supported(f"{param}.type", kind, ", ".join(_TEXTS))
-        texts.append(_string(part, "text", param))
+            raise not_supported(f"{param}.type", kind, ", ".join(_TEXTS))
+        texts.append(string_of(part, "text", param))
     return "".join(texts)
-
-
-def _string(item: Fields, name: str, param: str) -> str:
-    if not isinstance(value := item.get(name), str):
-        raise _not_supported(f"{param}.{name}", value, "a string")
-    return value
 
 
 def _tools(fields: Fields) -> Fields:
     made: Fields = {}
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
-        raise _not_supported("tools", tools, "a list")
+        raise not_supported("tools", tools, "a list")
     for place, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else tool
         if kind != "function":
-            raise _not_supported(f"tools[{place}].type", kind, "function")
+            raise not_supported(f"tools[{place}].type", kind, "function")
         function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
         made.setdefault("tools", []).append({"type": "function", "function": function})
     choice = fields.get("tool_choice")
@@ -211,9 +187,9 @@ def _tools(fields: Fields) -> Fields:
 def _reasoning(fields: Fields) -> Fields:
     reasoning = fields.get("reasoning", {})
     if not isinstance(reasoning, dict) or reasoning.keys() - {"effort", "summary"}:
-        raise _not_supported("reasoning", reasoning, "an object with effort")
+        raise not_supported("reasoning", reasoning, "an object with effort")
     if reasoning.get("summary") is not None:
-        raise _not_supported("reasoning.summary", reasoning["summary"], "null")
+        raise not_supported("reasoning.summary", reasoning["summary"], "null")
     effort = reasoning.get("effort")
     return {} if effort is None else {"reasoning_effort": effort}
 
@@ -221,9 +197,9 @@ def _reasoning(fields: Fields) -> Fields:
 def _format(fields: Fields) -> Fields:
     text = fields.get("text", {})
     if not isinstance(text, dict) or text.keys() - {"format", "verbosity"}:
-        raise _not_supported("text", text, "an object with format")
+        raise not_supported("text", text, "an object with format")
     if text.get("verbosity") not in (None, "medium"):
-        raise _not_supported("text.verbosity", text["verbosity"], "medium")
+        raise not_supported("text.verbosity", text["verbosity"], "medium")
     match text.get("format"):
         case None | {"type": "text"}:
             return {}
@@ -232,7 +208,7 @@ def _format(fields: Fields) -> Fields:
         case {"type": "json_object"}:
             return {"response_format": {"type": "json_object"}}
         case given:
-            raise _not_supported("text.format", given, "text, json_object, json_schema")
+            raise not_supported("text.format", given, "text, json_object, json_schema")
 
 
 # Classes and functions that make a response's output and events.
@@ -246,20 +222,6 @@ class Tokens(msgspec.Struct, frozen=True):
     output_details: Mapping[str, Any] = {}
 
 
-class _Function(msgspec.Struct):
-    name: str = ""
-    arguments: str = ""
-
-
-class _Call(msgspec.Struct):
-    index: int = 0
-    id: str = ""
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
-_CALL = msgspec.json.Decoder(_Call)
-
-
 @dataclass(slots=True)
 class _Item:
     """One item of a response's output; `texts` are the pieces of its text, reasoning or arguments
@@ -269,7 +231,7 @@ class _Item:
     kind: str
     id: str
     index: int
-    call: _Call = field(default_factory=_Call)
+    call: ReceivedCall = field(default_factory=ReceivedCall)
     texts: list[str] = field(default_factory=list)
     is_done: bool = False
 
@@ -397,7 +359,7 @@ class Translator:
         if choice.plain_text:
             yield from self._add("message", choice.plain_text, "response.output_text.delta")
         for raw in choice.delta.tool_calls or ():
-            yield from self._add_call(_CALL.decode(raw))
+            yield from self._add_call(CALL.decode(raw))
         if choice.finish_reason is not None:
             self._finish_reason = choice.finish_reason
 
@@ -413,7 +375,7 @@ class Translator:
         logprobs: Fields = {"logprobs": []} if kind == "message" else {}
         yield self._event(delta, **self._place(item), content_index=0, delta=text, **logprobs)
 
-    def _add_call(self, call: _Call) -> Iterable[Event]:
+    def _add_call(self, call: ReceivedCall) -> Iterable[Event]:
         item = self._current
         if item is None or item.kind != "function_call" or item.call.index != call.index:
             yield from self._open("function_call", call)
@@ -423,11 +385,13 @@ class Translator:
             kind = "response.function_call_arguments.delta"
             yield self._event(kind, **self._place(item), delta=arguments)
 
-    def _open(self, kind: str, call: _Call | None = None) -> Iterable[Event]:
+    def _open(self, kind: str, call: ReceivedCall | None = None) -> Iterable[Event]:
         yield from self._close()
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
         index = len(self._items)
-        item = _Item(kind, f"{prefix}_{self._stored.id[5:]}{index:02}", index, call or _Call())
+        item = _Item(
+            kind, f"{prefix}_{self._stored.id[5:]}{index:02}", index, call or ReceivedCall()
+        )
         self._items.append(item)
         described = item.described(is_new=True)
         yield self._event("response.output_item.added", output_index=index, item=described)
