@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _LONGEST_KEY_BYTES = 512
+_KEY = "X-Api-Key"  # Header in which clients of Anthropic's API send their key.
 # Paths served without an API key.
 OPEN_PATHS = ("/healthz", "/readyz", "/health")
 
@@ -28,7 +29,7 @@ OPEN_PATHS = ("/healthz", "/readyz", "/health")
 @dataclass(slots=True, eq=False)
 class Tenant:
     """A tenant. Without API keys all requests belong to one tenant, without limit and secret, and
-    only records of streams are kept apart, by the value of `Authorization`.
+    only records of streams are kept apart, by the values of `Authorization` and `X-Api-Key`.
     """
 
     name: str = ""
@@ -64,8 +65,8 @@ class Tenants:
         """Return the secret that makes the keys of a request's records of streams."""
         if tenant.secret is not None:
             return tenant.secret
-        given = ", ".join(request.headers.getall("Authorization", ()))
-        owner = b"authorization\0" + given.encode("utf-8", "surrogateescape")
+        given = [*request.headers.getall("Authorization", ()), *request.headers.getall(_KEY, ())]
+        owner = b"authorization\0" + ", ".join(given).encode("utf-8", "surrogateescape")
         return TenantSecret(self._ring, owner)
 
     def of(self, request: Request) -> Tenant:
@@ -75,9 +76,13 @@ class Tenants:
             RequestError: the key is missing or unknown, or its tenant is not enabled.
         """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get(_KEY, "")
         given = key.strip().encode("utf-8", "surrogateescape")
-        if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
-            raise self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
+        if not given or len(given) > _LONGEST_KEY_BYTES:
+            raise self._refused(
+                request, f"no API key; allowed: Authorization: Bearer KEY, or {_KEY}: KEY"
+            )
         digest = key_hash(given)
         # The time that this look-up takes reveals nothing of a key: a client cannot steer hashes.
         tenant = self._by_hash.get(digest)

@@ -69,6 +69,8 @@ def tenants_of(system: ProxyCluster) -> Tenants:
         (bearer("off"), 403, "tenant_disabled"),
         (bearer("a"), 200, None),
         ({"Authorization": f"bearer  {KEYS['a']}"}, 200, None),
+        ({"X-Api-Key": "wrong"}, 401, "invalid_api_key"),
+        ({"X-Api-Key": KEYS["a"]}, 200, None),
     ],
 )
 async def test_only_a_key_of_a_tenant_is_served(
