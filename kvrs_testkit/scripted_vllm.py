@@ -145,6 +145,7 @@ class ScriptedVllm(ScriptedServer):
     reasons: bool = False  # Streams of chats have reasoning in them.
     tokens: int | None = None  # That it has made, as it counts them.
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
+    count: int | None = None  # Of tokens, which such an answer has beside that.
     dies_passing: bool = False  # Once: the process ends with the request.
 
     def add_routes(self, routes: Routes) -> None:
@@ -195,7 +196,8 @@ class ScriptedVllm(ScriptedServer):
         if self.dies_passing:
             self.dies_passing = False
             request.connection.abort()
-        return _json({"path": request.path, "got": body})
+        counted = {} if self.count is None else {"count": self.count}
+        return _json({"path": request.path, "got": body} | counted)
 
     async def _version(self, _: Request) -> Response:
         return _json({"version": self.version})

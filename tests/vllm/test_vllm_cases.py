@@ -35,7 +35,6 @@ BESIDE: list[tuple[str, dict[str, Any] | None]] = [
     ("/tokenize", {"messages": MESSAGES}),
     ("/detokenize", {"tokens": IDS}),
     ("/detokenize", {"tokens": [-1]}),
-    ("/v1/messages/count_tokens", {"messages": [MESSAGES[1]]}),
     # Tasks that the model has not.
     ("/v1/embeddings", {"input": WORDS}),
     ("/pooling", {"input": WORDS}),

@@ -31,7 +31,7 @@ from kvrs.proxy.api.tenants import Tenant, Tenants
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.clients import SseClient, StreamClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.exactness import (
@@ -87,7 +87,7 @@ class ClientCall(msgspec.Struct, eq=False):
     echoes: Sequence[str | None] = ()
     journals: list[Journal] = []
     # Writer of the stream to the client; None: the client did not ask for a stream.
-    client: SseClient | None = None
+    client: StreamClient | None = None
     merger: Merger | None = None  # Merges the choices of a stream; None: a single choice.
 
     def head(self) -> Mapping[str, str]:

@@ -1,10 +1,11 @@
-"""Unstreamed responses and errors, in the form that OpenAI clients read."""
+"""Unstreamed responses and errors, in the form that clients of OpenAI or Anthropic read."""
 
 import logging
 from collections.abc import Mapping
 
 from kvrs.errors import RequestError
-from kvrs.net.routes import JSON, Response, retry_after
+from kvrs.net.routes import JSON, Request, Response, retry_after
+from kvrs.protocol.anthropic import PATH, error_of
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.open_stream import Failed
 
@@ -45,3 +46,11 @@ def bug_response() -> Response:
     return json_response(
         error_body("the proxy failed; its log says more", kind="server_error"), 500
     )
+
+
+def in_the_form_of(request: Request, response: Response) -> Response:
+    """Return an error in the form of the API that the request is for."""
+    if response.status >= 400 and response.body and request.path.startswith(PATH):
+        status, body = error_of(response.body, response.status, request.id)
+        return Response(status, body, response.headers)
+    return response

@@ -1,4 +1,4 @@
-"""The clients' port: OpenAI completions and chat, models, health."""
+"""The clients' port: the APIs of OpenAI and Anthropic, models, health."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +8,7 @@ from kvrs.net.routes import Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.proxy.api.admission import Admissions
 from kvrs.proxy.api.health import add_health
+from kvrs.proxy.api.messages import MessagesApi
 from kvrs.proxy.api.models import add_models
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
@@ -55,6 +56,7 @@ class ClientApi:
             read_body = partial(read, endpoint, backend=self._backend)
             routes.add("POST", endpoint.path, partial(self.serving.serve, read_body))
         self.responses.add_to(routes)
+        MessagesApi(self.serving, self._passed, self._backend).add_to(routes)
         self._passed.add_to(routes)
         add_models(routes, self._driver.control.instances)
         add_health(routes, self._backend, self._driver, lambda: self.is_leaving)

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from kvrs.errors import RequestError
 from kvrs.net.routes import UNKNOWN_ROUTE, Handler, Request, Response
 from kvrs.process.row_log import RowLog
-from kvrs.proxy.api.answers import bug_response, error_response
+from kvrs.protocol.anthropic import OVERLOADED
+from kvrs.proxy.api.answers import bug_response, error_response, in_the_form_of
 from kvrs.proxy.api.picked import EndpointPicker
 from kvrs.proxy.api.tenants import OPEN_PATHS, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvrs.access")
 
 CLIENT_GONE = 499
-_CODES = {*map(int, HTTPStatus), CLIENT_GONE}
+_CODES = {*map(int, HTTPStatus), CLIENT_GONE, OVERLOADED}
 # Matches an id of a request that needs no quotes in a header and in a log.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
 # Matches a `traceparent` of W3C Trace Context, level 1: version, trace and span, both other than 0,
@@ -83,8 +84,8 @@ class RequestObserver:
 
     async def answer(self, request: Request, handler: Handler) -> Response:
         """Answer a request, whose tenant is known before its body is read. Every error has a body
-        in OpenAI's form, and every response, even a refusal, has the id. An id that is unsafe in
-        logs or headers is replaced; an invalid trace is dropped.
+        in the form of its API, and every response, even a refusal, has the id. An id that is
+        unsafe in logs or headers is replaced; an invalid trace is dropped.
         """
         given, trace = request.headers.get(REQUEST_ID, ""), request.headers.get(TRACEPARENT, "")
         context = RequestContext(
@@ -114,6 +115,7 @@ class RequestObserver:
                 if request.is_begun:
                     raise
                 response = bug_response()
+            response = in_the_form_of(request, response)
             status = response.status
             if response.body is not None:
                 response.headers[REQUEST_ID] = context.id

@@ -4,6 +4,7 @@ own tokenizer answers those about tokens.
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -34,7 +35,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 # All paths that are passed on: with others of vLLM a client could stop an instance, or load
 # adapters.
 PATHS = (
-    *(TOKENIZE, DETOKENIZE, "/v1/messages/count_tokens", "/v1/embeddings", "/pooling"),
+    *(TOKENIZE, DETOKENIZE, "/v1/embeddings", "/pooling"),
     *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 # Fields that clients may not set, as in streams: they name hosts, ranks or requests, or raise a
@@ -91,14 +92,22 @@ class Passed:
 
     def add_to(self, routes: Routes) -> None:
         for path in PATHS:
-            routes.add("POST", path, partial(self._serve, path))
+            routes.add("POST", path, partial(self.serve, path))
 
-    async def _serve(self, path: str, request: Request) -> Response:
+    async def serve(
+        self, path: str, request: Request, translate: Callable[..., bytes] | None = None
+    ) -> Response:
+        """Answer a request for `path`. `translate`: makes the body for `path` from the request's;
+        None: they are the same.
+        """
         call = self._admissions.begin(request)
         with call.held:
             await self._admissions.read_body(call)
             call.held.open(1)
-            return await self._answer(path, call.body)
+            body = call.body
+            if translate is not None:
+                body = await self._admissions.parse(translate, body)
+            return await self._answer(path, body)
 
     async def _answer(self, path: str, body: bytes) -> Response:
         """Answer a request for `path` with this body.

@@ -18,7 +18,7 @@ from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, SseClient
+from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, StreamClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, Outcome
@@ -49,8 +49,15 @@ class Serving:
         self._passed = passed
         self._counts = metrics.requests
 
-    async def serve(self, read: Read, request: Request) -> Response:
-        """Admit a request, serve it and respond; count the request by its outcome."""
+    async def serve(
+        self,
+        read: Read,
+        request: Request,
+        client_of: Callable[[ClientCall], StreamClient] | None = None,
+    ) -> Response:
+        """Admit a request, serve it and respond; count the request by its outcome. `client_of`:
+        makes the client of a stream from an admitted call; None: it gets the chat's own events.
+        """
         call = self.admissions.begin(request)
         try:
             try:
@@ -58,6 +65,8 @@ class Serving:
             except RequestError:
                 self._counts["rejected"].value += 1
                 raise
+            if client_of is not None and call.client is not None:
+                call.client = client_of(call)
             if (client := call.client) is not None:
                 self.keep_alives.begin(client)
             try:
@@ -101,7 +110,7 @@ class Serving:
             return self._respond_resumable(call, call.resume)
         return self._respond_whole(call)
 
-    def _stream_choices(self, call: ClientCall, client: SseClient) -> Awaitable[Outcome]:
+    def _stream_choices(self, call: ClientCall, client: StreamClient) -> Awaitable[Outcome]:
         """Run the streams of a response with several choices or an echo. Not a coroutine, because
         its frame would be kept as long as the streams.
         """
@@ -137,7 +146,9 @@ class Serving:
         (journal,), (echo,) = call.journals, call.echoes
         gathered = WholeClient()
         journal.marks = []
-        keyed = self._mirror.open(resume, journal, call.found, call.client or gathered)
+        sync = call.client is not None and call.client.numbers_events
+        inner = call.client or gathered
+        keyed = self._mirror.open(resume, journal, call.found, inner, sync=sync)
         try:
             sends_echo = call.client is not None and not keyed.record.events
             outcome = await self.run_keyed(keyed, journal, echo if sends_echo else None)
@@ -185,7 +196,7 @@ def missing_end(call: ClientCall) -> bytes:
     return sse(parsed.endpoint.event(merger.head, [], usage, facts.beside)) + DONE
 
 
-async def end_stream(client: SseClient, outcome: Outcome) -> Response:
+async def end_stream(client: StreamClient, outcome: Outcome) -> Response:
     """End a streamed response that has all its events."""
     match outcome:
         case Complete():

@@ -73,6 +73,25 @@ class Client(Protocol):
         """Call `resume` once, when a blocked client is no longer blocked."""
 
 
+class StreamClient(Client, Protocol):
+    """Writes the events of a chat or completion to a client's connection, in the form of its API.
+    `numbers_events`: the ids of events count what the client gets, so a proxy that takes the stream
+    over must make the same events, and the client gets only those that the mirror has.
+    """
+
+    numbers_events: bool
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the head of the response is sent."""
+
+    def break_silence(self) -> None:
+        """Send something without content if nothing was sent since the last call."""
+
+    async def finish(self, data: bytes) -> Response:
+        """Send the last events, given as server-sent events, and end the response."""
+
+
 # Longest time in seconds for which a client with unsent bytes may not read; then it is cut off.
 WRITE_TIMEOUT_S = 30.0
 
@@ -98,6 +117,7 @@ class SseClient:
     _is_over: bool = False
 
     take_token = None
+    numbers_events = False
 
     @property
     def has_begun(self) -> bool:
@@ -126,11 +146,11 @@ class SseClient:
     def when_free(self, resume: Callable[[], None]) -> None:
         self._waiting = (*self._waiting, resume)
 
-    def break_silence(self) -> None:
+    def break_silence(self, comment: bytes = _COMMENT) -> None:
         """Send a comment, which clients ignore, if nothing was sent since the last call."""
         if self.was_silent and not self.blocked and not self._is_over:
             with suppress(ClientGoneError):  # The end of the client's connection ends its stream.
-                self.send_framed(_COMMENT)
+                self.send_framed(comment)
         self.was_silent = True
 
     async def finish(self, data: bytes) -> Response:
@@ -209,10 +229,10 @@ class KeepAlives:
 
     def __init__(self) -> None:
         # Clients that get comments; callers remove a client when its stream ends.
-        self.open: set[SseClient] = set()
+        self.open: set[StreamClient] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, client: SseClient) -> None:
+    def begin(self, client: StreamClient) -> None:
         """Send this client comments in silences, until the caller removes it from `open`."""
         self.open.add(client)
         if self._timer is None:

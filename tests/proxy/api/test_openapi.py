@@ -1,6 +1,7 @@
 """The OpenAPI documents against what the ports do."""
 
 import json
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from kvrs.errors import UnknownFieldError
+from kvrs.protocol.anthropic import chat_of
 from kvrs.protocol.openai.requests import LOGPROBS_RANGE, RANGES, ChatRequest, CompletionRequest
 from kvrs.protocol.openai.responses import parse_response_request
 from kvrs.proxy.server import Proxy
@@ -25,11 +27,15 @@ REQUESTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
     "/v1/responses": "ResponseRequest",
+    "/v1/messages": "MessageRequest",
+    "/v1/messages/count_tokens": "MessageRequest",
 }
 ANSWERS = {
     "/v1/completions": "Answer",
     "/v1/chat/completions": "Answer",
     "/v1/responses": "Response",
+    "/v1/messages": "Message",
+    "/v1/messages/count_tokens": "TokenCount",
 }
 
 
@@ -72,9 +78,9 @@ def fields_of(kind: type[msgspec.Struct]) -> set[str]:
     return {field.encode_name for field in msgspec.structs.fields(kind)} - INTERNAL
 
 
-def fields_of_a_response() -> set[str]:
+def fields_known_to(parse: Callable[[bytes], object]) -> set[str]:
     with pytest.raises(UnknownFieldError) as refusal:
-        parse_response_request(b'{"input":"a","mystery":1}')
+        parse(b'{"mystery":1}')
     return set(str(refusal.value).partition("allowed: ")[2].split(", "))
 
 
@@ -86,7 +92,8 @@ def test_fields_of_requests_and_their_ranges_are_documented() -> None:
     assert {name: set(fields) for name, fields in documented.items()} == {
         "CompletionRequest": fields_of(CompletionRequest),
         "ChatRequest": fields_of(ChatRequest),
-        "ResponseRequest": fields_of_a_response(),
+        "ResponseRequest": fields_known_to(parse_response_request),
+        "MessageRequest": fields_known_to(chat_of),
     }
     for fields in (documented["CompletionRequest"], documented["ChatRequest"]):
         for name, schema in fields.items():
@@ -109,8 +116,10 @@ async def test_every_answer_is_as_documented(build: ProxyClusterBuilder) -> None
                 name: value(draw)
                 for name in draw.sample(names, min(len(names), draw.randint(0, 4)))
             }
-            good = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
-            chosen = {"prompt": [1, 2]} | good | {"max_tokens": 2} | fields
+            chosen: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 2} | fields
+            if "chat" in path or "messages" in path:
+                del chosen["prompt"]
+                chosen = {"messages": [{"role": "user", "content": "a"}]} | chosen
             if path == "/v1/responses":
                 chosen = {"input": "a", "max_output_tokens": 2} | fields
             bodies.append((path, chosen))
@@ -119,7 +128,8 @@ async def test_every_answer_is_as_documented(build: ProxyClusterBuilder) -> None
 
         assert status < 500, (path, fields, found)
         if status != 200:
-            jsonschema.validate(json.loads(found), schemas["Error"])
+            form = "MessageError" if "messages" in path else "Error"
+            jsonschema.validate(json.loads(found), schemas[form])
         elif not found.startswith((b"data: ", b"event: ")):
             jsonschema.validate(json.loads(found), schemas[ANSWERS[path]])
 

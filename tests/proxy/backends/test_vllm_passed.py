@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -113,3 +114,23 @@ async def test_what_needs_one_engine_is_answered_by_one(
     name = next(name for name in ("prompt_logprobs", "use_beam_search", "echo") if name in asked)
     assert (refused[0][0], refused[0][1]["error"]["param"]) == (400, name)
     assert refused[1] == (status, body)
+
+
+async def test_tokens_of_a_message_are_counted_without_computing_them(vllms: Builder) -> None:
+    """An engine renders the chat that the message would be."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.passed, server.count = ("/tokenize",), 7
+
+    system = await vllms(prepare=prepare)
+    async with anthropic.AsyncAnthropic(base_url=system.url, api_key="none") as client:
+        counted = await client.messages.count_tokens(
+            model="tiny", messages=[{"role": "user", "content": "a"}], system="s"
+        )
+
+    assert counted.input_tokens == 7
+    assert [got for server in system.servers.values() for got in server.bodies][-1] == {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+    }
