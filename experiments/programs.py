@@ -135,17 +135,17 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("load_skew", "simulated", 4, "simulated"),
-            quick=(0.3, "simulated --rates 4.2 --seeds 10"),
+            quick=(0.4, "simulated --rates 4.2 --seeds 10"),
             is_virtual=True,
         ),
-        _of("two_proxies", "two_proxies", 2, quick=(1, "run --streams 60 --tokens 100")),
-        _of("healthy_path", "healthy_path", 2, quick=(0.6, "run --pairs 4 --seconds 4")),
-        _of("crossover", "crossover", 5, quick=(1.5, "run --repeats 2")),
-        _of("crossover", "hand_off", 4, "hand_off", quick=(1.2, "hand_off --repeats 2")),
-        _of("load_skew", "load_skew", 22, quick=(3, "run --shares 90 --repeats 1 --seconds 30")),
+        _of("two_proxies", "two_proxies", 2, quick=(0.3, "run --streams 60 --tokens 100")),
+        _of("healthy_path", "healthy_path", 2, quick=(0.5, "run --pairs 4 --seconds 4")),
+        _of("crossover", "crossover", 5, quick=(1.3, "run --repeats 2")),
+        _of("crossover", "hand_off", 4, "hand_off", quick=(0.8, "hand_off --repeats 2")),
+        _of("load_skew", "load_skew", 22, quick=(2, "run --shares 90 --repeats 1 --seconds 30")),
         _of(
             *("load_skew", "rates", 55, "rates --repeats 10 --limit-s 3600"),
-            quick=(1.5, "rates --rates 4.1 4.3 --repeats 1 --seconds 15"),
+            quick=(1.3, "rates --rates 4.1 4.3 --repeats 1 --seconds 15"),
         ),
         _of(
             *("link_monitor", "computed", 18, "computed", NAMESPACES),
@@ -160,27 +160,27 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         _of("lumen", "placement", 1, "placement", quick=(0.2, "placement"), is_virtual=True),
         _of(
             *("lumen", "lumen", 60, "run --jobs 2"),
-            quick=(1, "run --cases 4x1 --seeds 1 --jobs 2"),
+            quick=(0.2, "run --cases 4x1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("lumen", "ten", 60, "run --keep ten --cases 10x1 10x5 10x1:7.5 --jobs 2"),
-            quick=(1, "run --keep ten --cases 10x1 --seeds 1 --jobs 2"),
+            quick=(0.5, "run --keep ten --cases 10x1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("lumen", "progressive", 60, "run --model llama --jobs 2"),
-            quick=(1, "run --model llama --cases 4x1 --seeds 1 --jobs 2"),
+            quick=(0.3, "run --model llama --cases 4x1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("lumen", "paper", 80, "paper --exhibits B.1 B.6 B.7 --jobs 2"),
-            quick=(2, "paper --exhibits B.1 --seeds 1 --jobs 2"),
+            quick=(1, "paper --exhibits B.1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("lumen", "loads", 60, "paper --exhibits B.2 B.3 --jobs 2"),
-            quick=(1, "paper --exhibits B.2 --cases 10x1:1.7 --seeds 1 --jobs 2"),
+            quick=(2.4, "paper --exhibits B.2 --cases 10x1:1.7 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -205,7 +205,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("lumen", "prototype", 60, "paper --exhibits A.1 A.3 A.4 --jobs 2"),
-            quick=(1, "paper --exhibits A.1 --cases 4x1 --seeds 1 --jobs 2"),
+            quick=(1.8, "paper --exhibits A.1 --cases 4x1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -213,9 +213,9 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             "recovery",
             60,
             "recovery --limit-s 3400",
-            quick=(1, "recovery --cases 4x1 --repeats 1"),
+            quick=(4, "recovery --cases 4x1 --repeats 1"),
         ),
-        _of("lumen", "processes", 60, "processes", quick=(1, "processes --cases 4x1 --seeds 1")),
+        _of("lumen", "processes", 60, "processes", quick=(4, "processes --cases 4x1 --seeds 1")),
         _of("checkpoint_cost", "checkpoint_cost", 10, quick=(1, "run --rounds 10 --kills 2")),
     ),
     "raidserve": (
@@ -228,12 +228,12 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         _of("raidserve", "in_place", 1, "in_place", quick=(0.2, "in_place"), is_virtual=True),
         _of(
             *("raidserve", "throughput", 2, "throughput", AVAILABILITY),
-            quick=(1, "throughput --seeds 1"),
+            quick=(0.5, "throughput --seeds 1"),
             is_virtual=True,
         ),
         _of(
             *("raidserve", "peaks", 8, "peaks --jobs 2", TRACE),
-            quick=(0.6, "peaks --seeds 1 --jobs 2"),
+            quick=(0.8, "peaks --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -249,22 +249,22 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("raidserve", "rank_balance", 7, "rank_balance"),
-            quick=(1, "rank_balance --sequences 8 --steps 2 --context 64"),
+            quick=(0.8, "rank_balance --sequences 8 --steps 2 --context 64"),
         ),
         _of(
             *("raidserve", "computed", 40, "computed --limit-s 2300"),
-            quick=(7, "computed --repeats 1"),
+            quick=(6, "computed --repeats 1"),
         ),
         _of("gpu", "attention", 5, "attention", GPU, quick=(1, "attention")),
     ),
     "anchortp": (
         _of("anchortp", "plans", 1, "plans", quick=(0.1, "plans"), is_virtual=True),
         _of("experts", "simulated", 1, "simulated", quick=(0.3, "simulated"), is_virtual=True),
-        _of("experts", "degrees", 1, "degrees", quick=(0.6, "degrees"), is_virtual=True),
+        _of("experts", "degrees", 1, "degrees", quick=(0.3, "degrees"), is_virtual=True),
         _of("experts", "fitted", 2, "fitted", quick=(0.2, "fitted"), is_virtual=True),
         _of(
             *("anchortp", "degrees", 20, "degrees --jobs 2"),
-            quick=(1, "degrees --models Qwen3-32B --seeds 1 --jobs 2"),
+            quick=(0.5, "degrees --models Qwen3-32B --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -276,31 +276,31 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("anchortp", "recovery", 25),
-            quick=(2, "run --quick --requests 16 --disk-bytes-per-s 1e6"),
+            quick=(1.2, "run --quick --requests 16 --disk-bytes-per-s 1e6"),
         ),
-        _of("anchortp", "in_place", 13, "in_place", quick=(1, "in_place --streams 100")),
+        _of("anchortp", "in_place", 13, "in_place", quick=(0.8, "in_place --streams 100")),
         _of(
             *("experts", "cpu", 17, "cpu --steps 30 --seeds 3 --rows 128"),
-            quick=(1, "cpu --tiny --steps 4"),
+            quick=(1.5, "cpu --tiny --steps 2 --rows 32"),
         ),
         _of(
             *("experts", "lost_ranks", 60, "lost_ranks"),
-            quick=(3.5, "lost_ranks --tiny --repeats 1 --requests 40 --gap-s 8"),
+            quick=(4.3, "lost_ranks --tiny --repeats 1 --requests 40 --gap-s 8"),
         ),
     ),
     "kevlarflow": (
         _of(
             *("pipelines", "table1", 60, "table1 --jobs 2"),
-            quick=(0.5, "table1 --scenes 1 --rates 2 --jobs 2"),
+            quick=(0.2, "table1 --scenes 1 --rates 2 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("pipelines", "knees", 2, "knees --jobs 2"),
-            quick=(1.5, "knees --nodes 8 --jobs 2"),
+            quick=(0.6, "knees --nodes 8 --jobs 2"),
             is_virtual=True,
         ),
-        _of("pipelines", "capacity", 9, "capacity", quick=(1.5, "capacity --rates 2 --load-s 8")),
-        _of("pipelines", "replication", 15, "replication", quick=(1.5, "replication --rounds 4")),
+        _of("pipelines", "capacity", 9, "capacity", quick=(2, "capacity --rates 2 --load-s 8")),
+        _of("pipelines", "replication", 15, "replication", quick=(1.2, "replication --rounds 4")),
         _of(
             *("pipelines", "replication-hosts", 2, "replication --hosts --rounds 4"),
             quick=(1, "replication --hosts --rounds 2"),
