@@ -25,6 +25,7 @@ from kvrs_lab.traces.presets import PRESETS
 
 SCHEMES = (STOP, FIXED, SCHEDULING, PROGRESSIVE, WHOLE)
 PER_S, SPAN_S = 1.4, 420.0  # Requests/s of a worker; the failure comes after a third.
+FOUR_SPAN_S = 900.0  # Four prototypes have a queue for minutes after the load.
 SATA_BYTES_PER_S, ETHERNET_BYTES_PER_S = 0.5e9, 10e9 / 8
 QWEN_32B, QWEN_14B = "qwen3-32b-a100-vllm-tp2", "qwen3-14b-a100-vllm-tp1"
 PUBLISHED_PROMPT_TOKENS = 161.31  # Mean of ShareGPT's first messages (the preset).
@@ -73,7 +74,7 @@ def prototype(size: int, prompt_tokens: float, step_s: float, directory: Path) -
         most_output=2048,
         per_s=per_s,
         requests=0,
-        span_s=SPAN_S,
+        span_s=FOUR_SPAN_S if size == 4 else SPAN_S,
         reload_s=weight_bytes / SATA_BYTES_PER_S + catalog.load_s(label),
         wait_s=3600.0,
         pages=pages,

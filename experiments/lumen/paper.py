@@ -5,11 +5,11 @@ prototypes: four workers with Qwen3-32B, or eight with Qwen3-14B.
     python -m experiments.lumen.paper --jobs 2              # B.1; results/
     python -m experiments.lumen.paper --exhibits B.2 B.3 --jobs 2      # loads
     python -m experiments.lumen.paper --exhibits B.4 B.5 --jobs 2      # sizes; hours
-    python -m experiments.lumen.paper --exhibits A.1 A.3 A.4 --jobs 2  # prototype
+    python -m experiments.lumen.paper --exhibits A.1 A.3 A.4 --jobs 2  # prototypes
 
 Two parameters are fitted to two figures of runs without a failure (`fit.py`); all other figures are
 output. A run has fewer requests than the paper's: it begins two minutes before the failure, and
-ends five after it. No request is refused for a long queue, as in the paper. It goes on from the
+ends five after it, of four prototypes five before and ten after. No request is refused for a long queue, as in the paper. It goes on from the
 cells that are kept, if the code has not changed since.
 """
 
@@ -25,6 +25,7 @@ from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.lumen.operating_points import (
     ACCEPTANCE,
+    FOUR_SPAN_S,
     PER_S,
     SPAN_S,
     prototype,
@@ -96,6 +97,7 @@ def settings_of(result: str) -> dict[str, float]:
     if result == "prototype":
         fitted = {
             "four_prompt_tokens": FOUR_PROMPT_TOKENS,
+            "four_span_s": FOUR_SPAN_S,
             "eight_prompt_tokens": EIGHT_PROMPT_TOKENS,
             "step_s": PROTOTYPE_STEP_S,
         }
@@ -109,8 +111,8 @@ def heads_of(result: str) -> list[str]:
         return [
             f"sharegpt's spread with means of {FOUR_PROMPT_TOKENS:g} tokens at 3/s of each of four "
             f"workers with Qwen3-32B, and of {EIGHT_PROMPT_TOKENS:g} at 1.25/s of each of eight "
-            f"with Qwen3-14B, {SPAN_S:g} s; steps {PROTOTYPE_STEP_S * 1e3:g} ms longer; weights at "
-            "0.5 GB/s"
+            f"with Qwen3-14B; {FOUR_SPAN_S:g} s and {SPAN_S:g} s; steps "
+            f"{PROTOTYPE_STEP_S * 1e3:g} ms longer; weights at 0.5 GB/s"
         ]
     return [
         f"splitwise-conv lengths, {PER_S}/s of a worker unless named, {SPAN_S:g} s; {TARGET}, "
