@@ -3,6 +3,7 @@ assertions.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 # Packages that each extra of the distribution installs (pyproject.toml), by which a missing extra
@@ -47,6 +48,14 @@ class ConfigError(KvrsError):
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         # Keep the error picklable, because worker processes send it.
         return ConfigError, (self.faults,)
+
+
+def nearest(name: str, names: Sequence[str], before: str = "") -> str:
+    """Return the end of a message about an unknown name: the name that resembles it, behind what is
+    `before` it; empty: none does.
+    """
+    near = get_close_matches(name, names, n=1)
+    return f"; the nearest one is {before}{near[0]}" if near else ""
 
 
 def numbers_out_of_range(

@@ -192,7 +192,8 @@ settings classes in `kvrs/config` by `make reference`.
 | --- | --- |
 | `kvrs config init FILE --for SITUATION` | writes a first file with comments |
 | `kvrs config check FILE ...` | reports everything that is wrong, and starts nothing |
-| `kvrs config show FILE` | prints the configuration in effect, and where each value comes from |
+| `kvrs config show FILE` | prints the configuration in effect, and where each value comes from, \
+without defaults that its engine does not read (`--json`: with them) |
 | `kvrs config schema` | prints the JSON schema, for editors and other checkers |
 
 `kvrs config check` also looks for what cannot work although every value is in its range: files,
@@ -202,7 +203,8 @@ for other machines: it looks up no files. `kvrs proxy` refuses a file for the sa
 files that only engines or agents read.
 
 An unknown key, a value of the wrong type or out of its range is an error. Numbers may have an
-exponent (`20e6`). `[]` in a key stands for each item of a list.
+exponent (`20e6`), but no unit: the end of a key is its unit. `[]` in a key stands for each item of
+a list.
 
 ## The environment
 
@@ -217,7 +219,8 @@ A variable overrides a setting of the file; an option of the command line overri
 A value is YAML, as in the file: text that looks like a number is quoted once more
 (`KVRS_PROXY__ID='"7"'`). A list is given whole; one item of it takes `${NAME}` in the file. A
 variable with two underscores that names no setting is an error, which names the nearest one. A
-variable with one is no setting: Kubernetes sets `KVRS_PORT` for a service called `kvrs`.
+variable with one is no setting, since Kubernetes sets `KVRS_PORT` for a service called `kvrs`;
+`kvrs config check` notes one that has the name of a setting or a section.
 
 `${NAME}` in a value of the file is replaced by the variable NAME, which must be set, and
 `${NAME:-default}` by the default if it is not set or empty; `$${` is a literal `${`. Without quotes

@@ -2,30 +2,37 @@
 
 import json
 import os
+from collections.abc import Set
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
-from kvrs.config.commented import comment, commented_yaml, shown_path
+from kvrs.config.commented import KeyPath, comment, commented_yaml, shown_path
 from kvrs.config.file import Config, checked, load_config, load_source
+from kvrs.config.overrides import unread
 from kvrs.config.source import leaves
 from kvrs.errors import ConfigError
 
 File = Annotated[Path, typer.Argument(help="YAML file")]
 Files = Annotated[list[Path], typer.Argument(help="YAML files")]
 ShownFile = Annotated[Path | None, typer.Argument(help="YAML file; without it, the defaults")]
-NewFile = Annotated[Path, typer.Argument(help="File to be written; one that exists is kept")]
+NewFile = Annotated[Path, typer.Argument(help="File to write; an existing one is kept")]
 Elsewhere = Annotated[
     bool,
-    typer.Option("--elsewhere", help="For other machines: look up no files here"),
+    typer.Option("--elsewhere", help="Check files for other machines: look up no file here"),
 ]
+DEFAULT = "default"  # Origin of a value that neither file nor environment has.
 Situation = Annotated[
-    Backend, typer.Option("--for", help="vllm, sglang: a proxy in front; others: a try-out")
+    Backend,
+    typer.Option(
+        "--for",
+        help="vllm, sglang: a proxy in front of running servers; others: a cluster to try out",
+    ),
 ]
 
 
@@ -38,6 +45,8 @@ def check(files: Files, elsewhere: Elsewhere = False) -> None:
         fault for each in files for fault in faults_in(partial(_check_one, each, elsewhere, found))
     ]:
         raise ConfigError(faults)
+    for line in sorted(unread(os.environ, Config)):
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for file, config in found.items():
         for line in dict.fromkeys(remarks_on(config, elsewhere=elsewhere)):
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -59,16 +68,40 @@ def show(
     as_json: opt.Json = False,
 ) -> None:
     """Print the configuration in effect as YAML, and where each value comes from."""
+    from kvrs.config.schema import is_read_by
+
     source = load_source(file, os.environ, preset)
     config = load_config(file, os.environ, preset).model_dump(mode="json")
-    origins = {path: source.place_of(path) or "default" for path, _ in leaves(config)}
+    origins = {path: source.place_of(path) or DEFAULT for path, _ in leaves(config)}
     if as_json:
         found = {"config": config, "from": {shown_path(path): origins[path] for path in origins}}
         print(json.dumps(found, indent=2))
     else:
         if preset is not None:
             print(*comment(preset.line), sep="\n")
-        print(commented_yaml(config, origins.get).rstrip())
+        backend = config["cluster"]["backend"]
+        left_out = {
+            path
+            for path, origin in origins.items()
+            if origin == DEFAULT and not is_read_by(path, backend)
+        }
+        print(commented_yaml(_without(config, left_out), origins.get).rstrip())
+        note = f"{len(left_out)} defaults that {backend} does not read are left out; see --json."
+        print("", *comment(note), sep="\n")
+
+
+def _without(node: Any, left_out: Set[KeyPath], above: KeyPath = ()) -> Any:
+    """Return a document without these values, and without the sections that they leave empty."""
+    if isinstance(node, list):
+        return [_without(each, left_out, (*above, at)) for at, each in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    kept = {
+        key: _without(value, left_out, (*above, key))
+        for key, value in node.items()
+        if (*above, key) not in left_out
+    }
+    return {key: value for key, value in kept.items() if value != {}}
 
 
 def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from kvrs.config.settings import STOCK, Host, Settings, netloc
+from kvrs.config.settings import EMBEDDED_OR_DISTSERVE, STOCK, Host, Settings, netloc
 from kvrs.protocol.instance import Role
 
 # Share of an instance's pages that may hold replicas of other instances' streams, with `mode:
@@ -67,18 +67,20 @@ class BackupSettings(Settings):
     both, peer (in the pool of another instance, of another node where there is one; no agent; in a
     group each stage in the host of another instance's).
     """
-    placement: Placement = Field(default=Placement.LOAD, strict=False)
+    placement: Placement = Field(
+        default=Placement.LOAD, strict=False, json_schema_extra=EMBEDDED_OR_DISTSERVE
+    )
     """How the agent for a remote checkpoint is chosen: load (queueing delay and restore pressure),
     fixed (next node), random.
     """
-    alpha: float = Field(default=1.0, ge=0, le=1000)
+    alpha: float = Field(default=1.0, ge=0, le=1000, json_schema_extra=EMBEDDED_OR_DISTSERVE)
     """Weight of restore pressure against queueing delay."""
     capacity_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Memory of one agent for checkpoints."""
     host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)
     """Assumed rate from an agent's memory into instances of its node, until these have measured it.
     """
-    staging_pages: int = Field(default=64, ge=1, le=65536)
+    staging_pages: int = Field(default=64, ge=1, le=65536, json_schema_extra=EMBEDDED_OR_DISTSERVE)
     """Pages that an instance holds for sending at a time."""
     directory: str = "/dev/shm"  # noqa: S108 - a directory of its own in it, private.
     """Where an agent's pages lie, in a directory of its own without access for others, and the

@@ -77,9 +77,9 @@ class InstanceSettings(Settings):
     """
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
-    page_port: int = Field(default=0, ge=0, le=65535)
+    page_port: int = Field(default=0, ge=0, le=65535, json_schema_extra=EMBEDDED_OR_DISTSERVE)
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs lab up`."""
-    bind: Host | None = None
+    bind: Host | None = Field(default=None, json_schema_extra=EMBEDDED_OR_DISTSERVE)
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
     """Ranks that compute each layer together, each some of its heads and tiles (tensor parallel).
@@ -168,7 +168,9 @@ class NodeSettings(Settings):
     """The engines on this node: at least one, or a stage of another node's (`stage_hosts`)."""
     agent: AgentSettings = AgentSettings()
     """The node's agent, which runs with backup or gossip."""
-    ray: str | None = Field(default=None, min_length=1, max_length=256)
+    ray: str | None = Field(
+        default=None, min_length=1, max_length=256, json_schema_extra=EMBEDDED_OR_DISTSERVE
+    )
     """For `kvrs lab up --ray`: a resource of Ray. The node lies on any machine that has it, in
     place of the one at `host`, and takes 1 of it.
     """
@@ -254,14 +256,15 @@ def pipeline_nodes(count: int, stages: int, tp: int = 1) -> list[NodeSettings]:
 
 class ClusterSettings(Settings):
     backend: Backend = Field(default=Backend.EMBEDDED, strict=False)
-    """The engine of the instances: embedded, distserve (docs/guide/distserve.md) or vllm
-    (docs/guide/vllm.md).
+    """The engine of the instances: embedded, distserve (docs/guide/distserve.md), vllm
+    (docs/guide/vllm.md) or sglang (docs/guide/sglang.md).
     """
     distserve: DistServeSettings = Field(default=DistServeSettings(), json_schema_extra=DISTSERVE)
     """Settings of the distserve backend."""
     model: str | None = None
-    """A Hugging Face directory; before vLLM also a name in the cache of the Hugging Face hub. null:
-    a tiny random Llama, generated from `engine.seed`; before vLLM the model that it names.
+    """A Hugging Face directory; with vLLM and SGLang also a name in the cache of the Hugging Face
+    hub. null: a tiny random Llama, generated from `engine.seed`; with vLLM and SGLang the model
+    that the servers name.
     """
     served_name: str | None = Field(default=None, min_length=1, max_length=128, pattern=SERVED_NAME)
     """Name of the model for clients. With vLLM, one of its --served-model-name. null: the name of

@@ -1,14 +1,13 @@
 """Settings from environment variables: `KVRS_PROXY__PORT` is `proxy.port`."""
 
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from kvrs.config.settings import Settings, parse_yaml, section_of
+from kvrs.config.settings import Settings, parse_yaml, paths, section_of
 from kvrs.config.source import Source
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, nearest
 
 _PREFIX = "KVRS_"
 # Separator of a path's parts in a variable's name. Variables without it are no settings:
@@ -42,6 +41,19 @@ def override(source: Source, environ: Mapping[str, str], model: type[Settings]) 
             source.empty.add(path)
 
 
+def unread(environ: Mapping[str, str], model: type[Settings]) -> Iterator[str]:
+    """Yield a note for each variable that is no setting for want of a second underscore. Variables
+    that Kubernetes sets for a service have an address as their value.
+    """
+    settings = paths(model, in_lists=False)
+    names = {f"{_PREFIX}{path.replace('.', '_')}".upper(): path for path in settings}
+    for name in names.keys() & environ.keys():
+        parts = names[name].upper().split(".")
+        if "://" not in environ[name]:
+            setting = _PREFIX + _NESTED.join(parts if parts[1:] else [*parts, "KEY"])
+            yield f"note: environment variable {name} is no setting; allowed: {setting}"
+
+
 def _path(name: str, model: type[Settings]) -> tuple[str, ...]:
     """Return the path of the setting that a variable's name stands for."""
     section: type[Settings] | None = model
@@ -54,10 +66,8 @@ def _path(name: str, model: type[Settings]) -> tuple[str, ...]:
             )
         key, keys = part.lower(), sorted(section.model_fields)
         if key not in keys or part != part.upper():
-            near = get_close_matches(key, keys, n=1, cutoff=0)[0]
-            raise ConfigError(
-                f"environment variable {name}: no setting; the nearest one is {done}{near.upper()}"
-            )
+            near = nearest(part, [each.upper() for each in keys], done)
+            raise ConfigError(f"environment variable {name}: no setting{near}")
         path.append(key)
         section = section_of(section.model_fields[key].annotation, in_lists=False)
         done += part + _NESTED

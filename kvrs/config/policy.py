@@ -99,13 +99,17 @@ class PolicySettings(Settings):
     one a victim is computed again, as in LUMEN).
     """
     correction_max: float = Field(default=4.0, ge=1, le=100)
-    """Predictions learn from real costs, by at most this factor either way. 1: never."""
+    """Predictions learn from real costs by a moving average (EWMA), by at most this factor either
+    way. 1: never. Its weight (0.2) and half-life (300 s) are constants.
+    """
     slots_max: int = Field(default=32, ge=1, le=1024)
     """Recovery transfers into one target at a time; of all proxies where its node has an agent."""
     slot_lease_s: float = Field(default=30.0, gt=0, le=3600)
     """A transfer that outlives its slot is given up and decided again."""
     assumed_link_bytes_per_s: float = Field(default=1.25e9, gt=0)
-    """Assumed bandwidth of a link that has not been measured. The default is 10 Gbit/s."""
+    """Assumed bandwidth of a link that has not been measured. The default is 10 Gbit/s. Once it is
+    measured, a moving average (EWMA) with a time constant of 2 s, not a setting, replaces it.
+    """
     admission: AdmissionSettings = AdmissionSettings()
     """Admission of new requests."""
     recovery: RecoverySettings = RecoverySettings()

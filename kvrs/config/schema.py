@@ -58,11 +58,27 @@ def with_commands(text: str) -> str:
     return DOCS_PAGE.sub(lambda page: f"kvrs docs {page[3]}", text)
 
 
-def _meaning(model: type[Settings], key: str) -> str:
-    """Return the meaning of a key, and before it the engines that alone read it, if not all do."""
+def is_read_by(path: KeyPath, backend: str) -> bool:
+    """Return whether this engine, or a proxy in front of it, reads the value at the path."""
+    section: type[Settings] | None = Config
+    for part in path:
+        if isinstance(part, str) and section is not None:
+            if backend not in (_engines(section, part) or [backend]):
+                return False
+            section = section_of(section.model_fields[part].annotation)
+    return True
+
+
+def _engines(model: type[Settings], key: str) -> list[str]:
+    """Return the engines that alone read a key; empty: all do."""
     extra = model.model_fields[key].json_schema_extra
     engines = extra.get(ENGINES) if isinstance(extra, dict) else None
-    names = [_NAMES[str(each)] for each in engines] if isinstance(engines, list) else []
+    return [str(each) for each in engines] if isinstance(engines, list) else []
+
+
+def _meaning(model: type[Settings], key: str) -> str:
+    """Return the meaning of a key, and before it the engines that alone read it, if not all do."""
+    names = [_NAMES[each] for each in _engines(model, key)]
     mark = f"Only for {' and '.join(names)}. " if names else ""
     return mark + _descriptions(model)[key]
 

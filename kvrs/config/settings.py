@@ -7,7 +7,7 @@ A setting has its unit in the name, its reason in the comment and its range in t
 import ipaddress
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -16,8 +16,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvrs.config.hints import number_hint, pattern_in_words
 from kvrs.config.removed import REMOVED
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, nearest
 from kvrs.process.private_files import fault_of_mode
 
 Found = TypeVar("Found")
@@ -115,7 +116,14 @@ def netloc(host: str, port: int) -> str:
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Constructor of plain data that refuses repeated keys, as YAML 1.2 does."""
+    """Constructor of plain data that refuses repeated keys, as YAML 1.2 does. A whole number may
+    have an exponent.
+    """
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        value: float = super().construct_yaml_float(node)
+        is_whole = "e" in node.value.lower() and value.is_integer()
+        return int(value) if is_whole else value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -126,6 +134,9 @@ class _Constructor(yaml.constructor.SafeConstructor):
                 )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:float", _Constructor.construct_yaml_float)
 
 
 class _YamlLoader(_Constructor, yaml.SafeLoader):
@@ -213,14 +224,16 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
         names = ".".join(part for part in (*section, *fault["loc"]) if isinstance(part, str))
         if (instead := _GONE.get(fault["loc"][-1]) or REMOVED.get(names)) is not None:
             return f"{path}: this setting is gone; {instead}"
-        return f"{path}: unknown key; allowed: {', '.join(_allowed_keys(fault['loc'], model))}"
+        allowed = _allowed_keys(fault["loc"], model)
+        near = _nearest_key(str(fault["loc"][-1]), allowed, model)
+        return f"{path}: unknown key; allowed: {', '.join(allowed)}{near}"
     if fault["type"] == "missing":
         return f"{path}: missing"
-    message = (
-        "allowed: a section"
-        if fault["type"] in ("model_type", "model_attributes_type")
-        else fault["msg"]
-    )
+    message = fault["msg"]
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        message = "allowed: a section"
+    elif fault["type"] == "string_pattern_mismatch":
+        message = pattern_in_words(fault["ctx"]["pattern"]) or message
     return f"{path}: got {echoed(fault['input'])}; {message[0].lower()}{message[1:]}{_hint(fault)}"
 
 
@@ -237,10 +250,29 @@ def echoed(value: Any) -> str:
             return repr(value)
 
 
-def _hint(fault: Any) -> str:
-    """Return the hint that YAML has read an unquoted text as a truth value or a number; empty: it
-    has not.
+def _nearest_key(key: str, allowed: list[str], model: type[Settings]) -> str:
+    """Return the hint at a key like an unknown one, or of the same name in another section."""
+    sections = (path.rpartition(".")[::2] for path in paths(model))
+    elsewhere = next((above for above, name in sections if name == key), None)
+    return nearest(key, allowed) or (nearest(key, [key], f"{elsewhere}.") if elsewhere else "")
+
+
+def paths(model: type[Settings], above: str = "", *, in_lists: bool = True) -> Iterator[str]:
+    """Yield the path of each key of a section, sections included; `in_lists`: also keys of items of
+    lists, without an index.
     """
+    for key, field in model.model_fields.items():
+        yield above + key
+        if (section := section_of(field.annotation, in_lists=in_lists)) is not None:
+            yield from paths(section, f"{above}{key}.", in_lists=in_lists)
+
+
+def _hint(fault: Any) -> str:
+    """Return the hint that a text should be a number, or that YAML has read an unquoted text as a
+    truth value or a number; empty: neither.
+    """
+    if fault["type"] in ("int_type", "float_type") and isinstance(fault["input"], str):
+        return number_hint(fault["input"], str(fault["loc"][-1]))
     if fault["type"] != "string_type":
         return ""
     match fault["input"]:

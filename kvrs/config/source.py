@@ -24,6 +24,7 @@ _PATH = re.compile(r"[a-z_]+(\.\w+)*(?=:)", re.ASCII)  # Path at the beginning o
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _NOWHERE = object()
 _FLOW_HINT = " (within { } a value with ${NAME} must stand in quotes, or on a line of its own)"
+_TAB_HINT = " (tabs are not allowed before a key: indent by spaces)"
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        hint = _FLOW_HINT if "${" in reason else ""
+        hint = _FLOW_HINT if "${" in reason else _TAB_HINT if r"'\t'" in reason else ""
         raise ConfigError(f"{path}: not valid YAML: {reason}{hint}") from None
 
 

@@ -14,7 +14,7 @@ from typing import assert_never
 
 import msgspec
 
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, nearest
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.schema import (
     DecodeFit,
@@ -54,7 +54,9 @@ def profile(name: str) -> Profile:
     # The name is checked against the listing before a path is made of it: a name must not leave the
     # folder.
     if name not in names():
-        raise ConfigError(f"got {name!r}; allowed: a path to a profile, or {', '.join(names())}")
+        near = nearest(name, names())
+        allowed = f"a name{near} (kvrs docs profiles)" if near else ", ".join(names())
+        raise ConfigError(f"got {name!r}; allowed: a path to a profile, or {allowed}")
     found = msgspec.json.decode(_folder().joinpath(f"{name}.json").read_bytes(), type=Profile)
     assert found.label == name, f"{name}.json is labelled {found.label}"
     assert not list(faults(found)), list(faults(found))

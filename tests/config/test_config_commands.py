@@ -1,6 +1,7 @@
 """`kvrs config show`, `diff`, `init` and `schema`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from kvrs.cli import app
+from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, load_config, parse_config
+from kvrs.config.first_file import first_file
 from kvrs.config.presets import SystemPreset
 from kvrs.config.schema import json_schema, with_commands
+from kvrs.config.source import leaves
 from kvrs.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,13 +32,30 @@ def tuned(tmp_path: Path) -> Path:
 
 
 def test_show_names_the_origin_of_each_value(tuned: Path) -> None:
-    """Line of the file or default; the text is the whole configuration as YAML."""
+    """Line of the file or default; the text is a file with the same configuration."""
     shown = config("show", tuned).stdout
 
     assert "  name: rom  # tuned.yaml:2\n" in shown
     assert "  handoff: own_pair  # default\n" in shown
     assert "  probe_interval_s: 2.5  # tuned.yaml:3\n" in shown
-    assert yaml.safe_load(shown) == load_config(tuned).model_dump(mode="json")
+    assert parse_config(yaml.safe_load(shown)) == load_config(tuned)
+
+
+def test_show_leaves_out_defaults_that_the_engine_does_not_read(tmp_path: Path) -> None:
+    """But for what the file itself sets; `--json` has all of them."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text(first_file(Backend.VLLM) + "elastic: {min_ranks: 2}\n")
+
+    shown = config("show", path).stdout
+    found = yaml.safe_load(shown)
+
+    assert found["elastic"] == {"min_ranks": 2}
+    assert not {"state_plane", "speculation"} & found.keys()
+    assert "engine" not in found["cluster"]
+    assert "tp" not in found["cluster"]["nodes"][0]["instances"][0]
+    left_out = int(re.findall(r"# (\d+) defaults that vllm does not read", shown)[0])
+    everything = [*leaves(json.loads(config("show", path, "--json").stdout)["config"])]
+    assert len([*leaves(found)]) + left_out == len(everything)
 
 
 def test_show_as_json_has_the_origins_by_path(tuned: Path) -> None:
@@ -48,7 +69,7 @@ def test_show_as_json_has_the_origins_by_path(tuned: Path) -> None:
 
 def test_show_without_a_file_shows_the_defaults() -> None:
     """The defaults shown are those of an empty file."""
-    assert yaml.safe_load(config("show").stdout) == Config().model_dump(mode="json")
+    assert parse_config(yaml.safe_load(config("show").stdout)) == Config()
 
 
 @pytest.mark.parametrize("preset", list(SystemPreset))

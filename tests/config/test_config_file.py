@@ -64,6 +64,57 @@ def test_a_page_size_that_no_engine_could_serve_is_found_before_one_starts() -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("proxy: {max_body_bytes: 10GB}", " (write 10e9, without a unit)"),
+        ("proxy: {mirror_bytes: 2 MiB}", " (write 2097152, without a unit)"),
+        ("transfer: {link_bytes_per_s: 25Gbit/s}", " (write 3125000000, without a unit)"),
+        ("proxy: {drain_s: '10s'}", " (write 10: drain_s is in seconds)"),
+        ("proxy: {token_gap_s: 500ms}", " (write 0.5: token_gap_s is in seconds)"),
+        ("proxy: {port: '8000'}", " (without quotes)"),
+        ("proxy: {port: http}", "; input should be a valid integer"),
+        (
+            "proxy: {id: n 0}",
+            "; allowed: letters, digits and `._-`, first a letter, a digit or `_`",
+        ),
+        ("proxy: {prot: 1}", "workers; the nearest one is port"),
+        ("gossip: {peers: []}", "probe_interval_s; the nearest one is proxy.peers"),
+        ("policy: {ewma: 1}", "slots_max"),
+        (
+            "profiles: {prefill: llama-3.1-8b-h100}",
+            "llama-3.1-8b-h100-vllm-tp1 (kvrs docs profiles)",
+        ),
+        ("proxy:\n\tport: 1", " (tabs are not allowed before a key: indent by spaces)"),
+    ],
+)
+def test_a_fault_ends_with_what_was_probably_meant(tmp_path: Path, text: str, end: str) -> None:
+    """Sizes and times with a unit, names with a slip, keys of another section, tabs."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+
+    (fault,) = caught.value.faults
+    assert fault.endswith(end)
+
+
+def test_a_whole_number_may_have_an_exponent(tmp_path: Path) -> None:
+    """`10e9` where a key takes whole numbers alone; a fraction is refused there."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text("proxy: {mirror_bytes: 10e9}\ntransfer: {link_bytes_per_s: 1.5e0}")
+
+    config = load_config(path)
+
+    assert (config.proxy.mirror_bytes, config.transfer.link_bytes_per_s) == (10**10, 1.5)
+    path.write_text("proxy: {max_streams: 1.5e0}")
+    with pytest.raises(
+        ConfigError, match=r"max_streams: got 1\.5; input should be a valid integer"
+    ):
+        load_config(path)
+
+
 @pytest.mark.parametrize("document", [[], "text", 3, {"nonsense": {}}])
 def test_a_document_that_is_no_configuration_is_refused(document: Any) -> None:
     """Whatever YAML can hold is answered by faults, not by a crash."""

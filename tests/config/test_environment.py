@@ -95,6 +95,29 @@ def test_variables_without_two_underscores_are_no_settings() -> None:
     assert config == Config()
 
 
+def test_a_check_notes_variables_that_lack_an_underscore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sections and keys; not secrets, what Kubernetes sets, or keys below a list."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text("slo: {}")
+    for name, value in {
+        "KVRS_POLICY": "rom",
+        "KVRS_SLO_TTFT_S": "2",
+        "KVRS_SECRET": "correct-horse-battery",
+        "KVRS_PROXY_PORT": "tcp://10.0.0.1:8000",
+        "KVRS_CLUSTER_NODES_ID": "n0",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    shown = CliRunner().invoke(app, ["config", "check", str(path)]).output.splitlines()
+
+    assert [line for line in shown if line.startswith("note: environment")] == [
+        "note: environment variable KVRS_POLICY is no setting; allowed: KVRS_POLICY__KEY",
+        "note: environment variable KVRS_SLO_TTFT_S is no setting; allowed: KVRS_SLO__TTFT_S",
+    ]
+
+
 def test_a_fault_names_the_variable_that_it_is_in(tmp_path: Path) -> None:
     """Or the file, where that is it."""
     path = tmp_path / "kvrs.yaml"

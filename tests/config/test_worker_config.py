@@ -28,7 +28,7 @@ def faults_of(document: dict[str, Any]) -> list[str]:
         (-2, "proxy.workers: got -2; input should be greater than or equal to 1"),
         (17, "proxy.workers: got 17; input should be less than or equal to 16"),
         (1.5, "proxy.workers: got 1.5; input should be a valid integer"),
-        ("2", "proxy.workers: got '2'; input should be a valid integer"),
+        ("2", "proxy.workers: got '2'; input should be a valid integer (without quotes)"),
         (True, "proxy.workers: got True; input should be a valid integer"),
     ],
 )
