@@ -48,6 +48,14 @@ def test_as_many_proxies_as_there_cannot_be_are_refused(proxies: str, words: str
     assert f"Input should be {words}" in ran.output
 
 
+def test_engines_that_up_does_not_start_are_no_choice() -> None:
+    """Stock engines run already: `kvrs proxy` is in front of them."""
+    ran = CliRunner().invoke(app, ["lab", "up", "--backend", "vllm"], terminal_width=200)
+
+    assert ran.exit_code == 2
+    assert "'vllm' is not one of 'embedded'" in ran.output
+
+
 def test_completion_can_be_installed() -> None:
     """Shells complete commands and options."""
     shown = CliRunner().invoke(app, ["--help"])

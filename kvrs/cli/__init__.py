@@ -82,8 +82,8 @@ def _options(
     log_level: Annotated[
         LogLevel | None,
         typer.Option(
-            help="Least level that is logged, by all processes that are started; also "
-            "KVRS_LOG_LEVEL; default: info"
+            help="Log level of this process and of those that it starts; also KVRS_LOG_LEVEL; "
+            "default: info"
         ),
     ] = None,
 ) -> None:

@@ -22,7 +22,7 @@ from kvrs.errors import ConfigError, MissingExtraError, check_extras
 GROUP = "kvrs.commands"
 
 # Commands of earlier versions that are now commands of the laboratory (`kvrs lab`).
-MOVED = ("demo", "up", "replay", "simulate", "compare", "tune", "report", "explain")
+MOVED = ("demo", "up", "replay", "report", "simulate", "compare", "tune", "explain")
 
 # By package: the extra of the distribution that installs it.
 _EXTRAS = {"kvrs_engine": "engine", "kvrs_lab": "lab"}

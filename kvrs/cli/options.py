@@ -37,8 +37,7 @@ ProxyFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="YAML file; `kvrs config init --for vllm` writes a first one. Or --decode in its "
-        "place",
+        help="YAML file; `kvrs config init --for vllm` writes a first one",
         rich_help_panel=FILE,
     ),
 ]
@@ -46,8 +45,8 @@ Prefill = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL",
-        help="A server that computes prompts, as http://HOST:PORT; repeatable. Without one "
-        "decode servers compute them",
+        help="Server that computes prompts, as http://HOST:PORT; repeatable. Without any, the "
+        "decode servers compute prompts",
         rich_help_panel=URLS,
     ),
 ]
@@ -55,7 +54,7 @@ Decode = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL",
-        help="A server that decodes, as http://HOST:PORT; repeatable",
+        help="Server that decodes, as http://HOST:PORT; repeatable",
         rich_help_panel=URLS,
     ),
 ]
@@ -64,7 +63,7 @@ ProxyModel = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="Directory of the model, or its name in the Hugging Face cache; without it, the name "
+        help="Directory of the model, or its name in the Hugging Face cache; default: the name "
         "that the servers report",
         rich_help_panel=URLS,
     ),
@@ -73,14 +72,14 @@ StockBackend = Annotated[
     StockEngine | None,
     typer.Option(
         "--backend",
-        help="The engine of these servers; vllm where none is given",
+        help="Engine of these servers; default: vllm",
         rich_help_panel=URLS,
     ),
 ]
 Host = Annotated[str | None, typer.Option(help="Address of the OpenAI API [127.0.0.1]")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
-    bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
+    bool, typer.Option("--no-env", help="Take no settings and no ${NAME} from the environment")
 ]
 # Facts about the `kvrs lab up` that starts this proxy, in JSON.
 LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]
@@ -88,14 +87,14 @@ LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
 Preset = Annotated[
     presets.SystemPreset | None,
-    typer.Option(help="Settings in place of defaults (kvrs docs presets)"),
+    typer.Option(help="Settings that replace the defaults (kvrs docs presets)"),
 ]
 Model = Annotated[
     Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")
 ]
 ProfiledUrl = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="vLLM: one that runs and is idle, as http://HOST:PORT"),
+    typer.Option(metavar="URL", help="Running, idle vLLM server to measure, as http://HOST:PORT"),
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the OpenAI API [8000]")]
 AdminPort = Annotated[
@@ -103,12 +102,11 @@ AdminPort = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_WORKERS, help="Processes of a proxy, on one port of clients [1]"),
+    typer.Option(min=1, max=MAX_WORKERS, help="Worker processes that share the client port [1]"),
 ]
-ProfileOut = Annotated[
-    Path, typer.Option(help="The table, as JSON; `profiles.prefill` takes its path")
-]
+ProfileOut = Annotated[Path, typer.Option(help="JSON file to write, for `profiles.prefill`")]
 LongestTokens = Annotated[
-    int | None, typer.Option(min=1, help="Default: the limit of the model, at most 1,024")
+    int | None,
+    typer.Option(min=1, help="Longest prompt; default: the model's, at most 1,024 (vLLM: 16,384)"),
 ]
 MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Embedded engine: tokens per step")]

@@ -18,14 +18,14 @@ def profile(
     url: opt.ProfiledUrl = None,
     model: opt.Model = None,
     device: Annotated[
-        opt.Device, typer.Option(help="Embedded engine: where it computes")
+        opt.Device, typer.Option(help="Embedded engine: device that computes")
     ] = opt.Device.CPU,
     longest_tokens: opt.LongestTokens = None,
     max_batch: Annotated[
         int, typer.Option(min=1, help="Embedded engine: largest decode batch")
     ] = 16,
     max_batch_tokens: opt.MaxBatchTokens = 256,
-    repeats: Annotated[int, typer.Option(min=1, help="Per point; the median counts")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per point; the median counts")] = 3,
 ) -> None:
     """Measure the embedded engine on this machine or, with --url, prefills of a running vLLM."""
     given = locals()

@@ -103,7 +103,7 @@ def _without_ports(config: Config) -> Iterator[str]:
 
 def agent(
     config: opt.ConfigFile,
-    node: Annotated[str, typer.Option(help="Id of the node in cluster.nodes whose agent this is")],
+    node: Annotated[str, typer.Option(help="Id of the agent's node in cluster.nodes")],
 ) -> None:
     """Run the agent of one node; it keeps checkpoints of KV in host memory."""
     from kvrs.agent.__main__ import run_agent

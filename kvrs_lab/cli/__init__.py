@@ -10,14 +10,10 @@ app = typer.Typer(
     no_args_is_help=True,
     help="The laboratory: clusters on this machine, replays, simulations and reports.",
 )
-for command in (
-    running.demo,
-    running.up,
-    measuring.replay,
-    measuring.simulate,
-    measuring.compare,
-    measuring.tune,
-    measuring.report,
-    explaining.explain,
-):
-    app.command(epilog=epilog_of(command.__name__, EXAMPLES))(command)
+for panel, commands in {
+    "Real clusters": (running.demo, running.up, measuring.replay, measuring.report),
+    "Research": (measuring.simulate, measuring.compare, measuring.tune, explaining.explain),
+}.items():
+    for command in commands:
+        epilog = epilog_of(command.__name__, EXAMPLES)
+        app.command(epilog=epilog, rich_help_panel=panel)(command)

@@ -1,5 +1,6 @@
 """Long options of the laboratory's commands: type, bounds and help text."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,13 @@ TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
+
+
+class StartedEngine(StrEnum):
+    """Engines that `kvrs lab up` starts, among the values of `Backend`."""
+
+    EMBEDDED = "embedded"
+    DISTSERVE = "distserve"
 
 
 # Limit for a cluster without a file.
@@ -34,24 +42,26 @@ DemoConfig = Annotated[
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_NODES, help="Logical nodes, one prefill and one decode each"),
+    typer.Option(
+        min=1, max=MAX_NODES, help="Logical nodes, each with a prefill and a decode instance"
+    ),
 ]
 Pipelines = Annotated[
     int | None,
     typer.Option(
         min=2,
         max=MAX_NODES // 2,
-        help="Embedded engine: so many instances of --pp stages, that can borrow each other's "
-        "stages; a node for each stage",
+        help="Embedded engine: start N instances of --pp stages that can borrow each other's "
+        "stages, with a node for each stage",
     ),
 ]
 Proxies = Annotated[
-    int, typer.Option(min=1, max=8, help="How many proxies, each 10 ports above the one before it")
+    int, typer.Option(min=1, max=8, help="Number of proxies, each 10 ports above the one before it")
 ]
 Ray = Annotated[
     str | None,
     typer.Option(
-        metavar="HOST:PORT", help="Put the file's nodes on machines of this Ray cluster, running"
+        metavar="HOST:PORT", help="Put the file's nodes on machines of this running Ray cluster"
     ),
 ]
 Tp = Annotated[
@@ -66,7 +76,7 @@ Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http
 ReplayTrace = Annotated[
     Path | None,
     typer.Option(
-        help="JSON or CSV, Mooncake's or another known format, told apart by content",
+        help="JSON or CSV, in Mooncake's or another known format, recognized by its content",
         rich_help_panel=TRACE,
     ),
 ]
@@ -80,13 +90,13 @@ TracePreset = Annotated[
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(help="Requests per second, in place of a time scale", rich_help_panel=TRACE),
+    typer.Option(
+        help="Requests per second; default: when the trace has them", rich_help_panel=TRACE
+    ),
 ]
 LengthScale = Annotated[
     float,
-    typer.Option(
-        help="Blocks shrink alike, so that shared prefixes stay shared", rich_help_panel=TRACE
-    ),
+    typer.Option(help="Factor of all lengths; shared prefixes stay shared", rich_help_panel=TRACE),
 ]
 ReplayModel = Annotated[
     str | None,
@@ -97,7 +107,7 @@ ReplayModel = Annotated[
 Plain = Annotated[
     bool,
     typer.Option(
-        "--plain", help="Without return_token_ids and ignore_eos", rich_help_panel=REQUESTS
+        "--plain", help="Send neither return_token_ids nor ignore_eos", rich_help_panel=REQUESTS
     ),
 ]
 ReplaySeed = Annotated[
@@ -124,7 +134,7 @@ Requests = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="The first so many requests; default: all of the file, or 100",
+        help="Number of requests to take, from the first on; default: all of the file, or 100",
         rich_help_panel=TRACE,
     ),
 ]
@@ -136,30 +146,32 @@ SimulateTrace = Annotated[
     typer.Option(help="JSON or CSV of a known format, as for `replay`; without it, generated"),
 ]
 SimulatedStreams = Annotated[
-    int | None, typer.Option(min=1, help="How many streams; default: all of the trace, or 100")
+    int | None, typer.Option(min=1, help="Number of streams; default: all of the trace, or 100")
 ]
 SimulatedRate = Annotated[
     float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
 SimulatedFault = Annotated[Path | None, typer.Option(help="YAML list of faults")]
-RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths")]
+RandomDeaths = Annotated[
+    int, typer.Option(min=0, help="Number of random deaths, in place of --fault")
+]
 FirstSeed = Annotated[int, typer.Option(min=0, help="Seed of the first simulation")]
-Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of simulations, each with the next seed")]
 TuneSpace = Annotated[
     Path, typer.Option(help="YAML: for each setting, by its path, a list of values or low and high")
 ]
-TuneGoal = Annotated[Goal, typer.Option(help="What is to become better")]
-TuneTrials = Annotated[int, typer.Option(min=1, help="Proposals that are simulated")]
+TuneGoal = Annotated[Goal, typer.Option(help="Measure to improve")]
+TuneTrials = Annotated[int, typer.Option(min=1, help="Number of proposals to simulate")]
 TuneSeeds = Annotated[int, typer.Option(min=1, help="Simulations of each proposal")]
 Compared = Annotated[
-    str, typer.Option(metavar="A,B,...", help=f"Policies, with commas between: {POLICIES}")
+    str, typer.Option(metavar="A,B,...", help=f"Policies, separated by commas: {POLICIES}")
 ]
 ComparedSeeds = Annotated[
-    int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
+    int, typer.Option(min=1, help="Number of paired runs; more make the interval narrower")
 ]
 SimulateProxies = Annotated[
-    int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")
+    int, typer.Option(min=1, help="Number of proxies, each with its own policy and view")
 ]
 Files = Annotated[
     list[Path],
@@ -168,20 +180,20 @@ Files = Annotated[
 Profile = Annotated[
     str | None,
     typer.Option(
-        help="Name of a table that comes with kvrs, or the path of one; none: break-even of all"
+        help="Name of a table that comes with kvrs, or a path; without it, break-even of all"
     ),
 ]
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt (L)")]
 OutputTokens = Annotated[int, typer.Option(min=0, help="Tokens that the client already has (t)")]
 Bandwidth = Annotated[
-    str, typer.Option(help="Between the nodes: 25Gbit/s, 3.1GB/s, or the name of a link")
+    str, typer.Option(help="Bandwidth between the nodes: 25Gbit/s, 3.1GB/s, or a link's name")
 ]
 QueueDepth = Annotated[
     float, typer.Option(help="Requests ahead at the prefill instance beside the target")
 ]
 CheckpointTokens = Annotated[
-    int, typer.Option(min=0, help="Of prompt and output, held by an agent")
+    int, typer.Option(min=0, help="Tokens of prompt and output whose KV an agent holds")
 ]
 PrefixCache = Annotated[
-    bool, typer.Option("--prefix-cache", help="vLLM: no pages come from other instances")
+    bool, typer.Option("--prefix-cache", help="As vLLM: instances fetch no pages from others")
 ]

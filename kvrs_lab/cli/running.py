@@ -37,7 +37,7 @@ def demo(
         PolicyName,
         typer.Option(metavar=base.POLICY, help=f"How victims are recovered: {base.POLICIES}"),
     ] = PolicyName.AUTO,
-    requests: Annotated[int, typer.Option(min=1, max=2000, help="How many streams to replay")] = 60,
+    requests: Annotated[int, typer.Option(min=1, max=2000, help="Streams to replay")] = 60,
     trace: opt.DemoTrace = None,
     fault: opt.DemoFault = None,
     out: opt.Out = Path("out/demo"),
@@ -64,7 +64,7 @@ def up(
     port: base.Port = None,
     admin_port: base.AdminPort = None,
     backend: Annotated[
-        Backend | None, typer.Option(help="Kind of engine; default: embedded")
+        opt.StartedEngine | None, typer.Option(help="Engine of the instances; default: embedded")
     ] = None,
     proxies: opt.Proxies = 1,
     preset: base.Preset = None,
@@ -86,7 +86,7 @@ def up(
         nodes,
         pipelines,
         of_proxy,
-        backend,
+        None if backend is None else Backend(backend),
         {"tp": tp, "pp": pp},
         ray,
     )
