@@ -48,7 +48,7 @@ def pair_for(
                     return each, wanted
         decode = own_decode(view, prefill, stream, is_free, barred_too=barred_too, closed_too=False)
         if decode is not None:
-            return prefill, decode
+            return prefill, _or_unpaired(view, prefill, decode, stream, barred_too=barred_too)
         pair = _pair_apart(view, prefill, stream, is_free, barred_too=barred_too)
         if pair is None and view.formats_differ:
             pair = _pair_of_one_format(view, prefill, stream, is_free, barred_too=barred_too)
@@ -269,6 +269,25 @@ def own_decode(
         ):
             best = member
     return best
+
+
+def _or_unpaired(
+    view: ClusterView, prefill: Member, own: Member, stream: Stream, *, barred_too: bool
+) -> Member:
+    """The least loaded decode instance on nodes without a prefill instance, if it has fewer streams
+    than `own`: it gets no stream otherwise. Else `own`.
+    """
+    for member in view.decoders if view.unpaired else ():
+        if member.streams >= own.streams:
+            break
+        if (
+            member in view.unpaired
+            and member.takes_from(prefill)
+            and may_have(view, member, stream, barred_too=barred_too)
+            and _takes(view, member, stream)
+        ):
+            return member
+    return own
 
 
 def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId], bool]) -> bool:

@@ -121,6 +121,9 @@ class PolicyHarness:
         )
         self.now_s = 0.0
         self.actions: list[act.Action] = []
+        self.add(*names)
+
+    def add(self, *names: str) -> None:
         for each in names:
             self.handle(instance_up(each))
 

@@ -81,9 +81,10 @@ def test_connections_that_break_before_their_instance_is_known_to_be_lost_are_it
     """A process that dies closes its sockets one by one: all are one event, spread as one, and none
     has failed by itself.
     """
-    harness = PolicyHarness("p0", "d0", "d1", "d2", gather_s=0.1, name=PolicyName.ALWAYS_MIGRATE)
+    harness = PolicyHarness("p0", "d0", gather_s=0.1, name=PolicyName.ALWAYS_MIGRATE)
     for n in range(8):
         harness.decoding(f"s{n}")
+    harness.add("d1", "d2")
     broken = broken_off(harness, at_s=1.0)
 
     early = [action for action in of(harness.actions, act.Start) if action.attempt > 1]

@@ -107,9 +107,10 @@ def test_decode_instances_compute_a_few_prompts_at_a_time() -> None:
 
 def test_interrupted_streams_come_before_new_prompts() -> None:
     """Recomputed streams take the room of new ones at an instance."""
-    harness = vllms("p0", "d0", "d1")
+    harness = vllms("p0", "d0")
     for number in range(PROMPTS_MAX):
         harness.decoding(f"v{number}")
+    harness.handle(instance_up("d1", **PLAIN))
     harness.lose("p0")
     harness.lose("d0", **{f"v{number}": 5 for number in range(PROMPTS_MAX)})
 

@@ -60,9 +60,10 @@ def test_the_prefix_cache_of_a_prefill_instance_is_migrated_from() -> None:
 
 def test_it_takes_no_slot_and_its_hand_off_is_the_ordinary_one() -> None:
     """Slots are for what a target fetches by itself; with one slot two streams migrate at once."""
-    harness = plain("p0", "d0", "d1", name=PolicyName.ALWAYS_MIGRATE, slots_max=1)
+    harness = plain("p0", "d0", name=PolicyName.ALWAYS_MIGRATE, slots_max=1)
     harness.decoding("A")
     harness.decoding("B")
+    harness.handle(instance_up("d1", capabilities=NONE))
 
     actions = harness.lose("d0", A=1, B=1)
 

@@ -349,9 +349,10 @@ def test_abort_when_no_option_meets_the_gap() -> None:
 
 def test_victims_are_spread_over_the_targets() -> None:
     """Each placement counts for the next, so one loss does not bury one survivor."""
-    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    harness = PolicyHarness("p0", "d0")
     for n in range(6):
         harness.decoding(f"s{n}")
+    harness.add("d1", "d2")
 
     starts = of(harness.lose("d0"), act.Start)
 

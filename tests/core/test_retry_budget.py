@@ -40,10 +40,11 @@ def test_retries_stay_below_a_share_of_starts_and_a_floor() -> None:
 
 def test_all_victims_of_a_loss_go_on_at_once() -> None:
     """The bucket holds a token for each open stream."""
-    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    harness = PolicyHarness("p0", "d0")
     for n in range(300):
         harness.decoding(f"s{n}")
         harness.now_s += 0.1
+    harness.add("d1", "d2")
 
     before = harness.policy.snapshot()["instances"]
     harness.lose("d0")
@@ -56,9 +57,10 @@ def test_all_victims_of_a_loss_go_on_at_once() -> None:
 
 def test_streams_that_fail_again_and_again_wait_and_none_is_lost() -> None:
     """An avalanche: every attempt fails for a second, and the survivors are not overrun."""
-    harness = PolicyHarness("p0", "d0", "d1", "d2", max_attempts=100)
+    harness = PolicyHarness("p0", "d0", max_attempts=100)
     for n in range(90):
         harness.decoding(f"s{n}")
+    harness.add("d1", "d2")
     attempts = of(harness.lose("d0", **{f"s{n}": 1 for n in range(90)}), act.Start)
     tries = len(attempts)
     while harness.now_s < 1.0:

@@ -97,6 +97,45 @@ def test_without_its_own_pair_the_decode_instance_with_the_fewest_streams_is_tak
     assert start.plan == act.Plan(decode=InstanceId("d2"), prefill=P0)
 
 
+@pytest.mark.parametrize("names", ["p0 d0 d1", "p2 d0 d1", "p0 p1 d0 d1"])
+def test_a_decode_instance_that_is_back_gets_the_new_streams_until_it_has_as_many(
+    names: str,
+) -> None:
+    """Also on a node without a prefill instance, and beside one that has got all streams."""
+    harness = PolicyHarness(*names.split())
+    for n in range(8):
+        harness.decoding(f"s{n}")
+    harness.lose("d1")
+    harness.handle(instance_up("d1", epoch=2))
+
+    new = [harness.decoding(f"t{n}").plan.decode for n in range(10)]
+
+    assert [*new[:8]] == [D1] * 8
+    assert new[8:].count(D0) == 1
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_decode_instance_whose_prefill_ends_takes_hand_offs_of_another_one(is_lost: bool) -> None:
+    """Lost or draining: without its own pair it gets an equal share of new streams, unless its
+    answers close it to them.
+    """
+    harness = PolicyHarness("p0", "d0", "d1", "p1")
+    harness.handle(load(P1, 0.1))
+    own = [harness.decoding(f"s{n}").plan.decode for n in range(4)]
+    if is_lost:
+        harness.lose("p1")
+    else:
+        harness.handle(load(P1, draining=True))
+
+    shared = [harness.decoding(f"t{n}").plan.decode for n in range(3)]
+    outliers._eject(harness.policy.state, harness.policy.state.view.members[D1], "HTTP 500")
+    closed = harness.decoding("u").plan.decode
+
+    assert own == [D0] * 4
+    assert shared == [D1] * 3
+    assert closed == D0
+
+
 def test_an_instance_of_both_roles_takes_the_stream_alone() -> None:
     """There is nothing to hand off within one instance."""
     harness = PolicyHarness("b0")

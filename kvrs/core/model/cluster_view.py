@@ -150,6 +150,8 @@ class ClusterView:
         # Decode instances that are not drained, sorted by rank: the least loaded first.
         self.decoders: list[Member] = []
         self.by_node: dict[NodeId, list[Member]] = {}
+        # Decode instances among `decoders` on nodes where no prefill instance takes prompts.
+        self.unpaired: set[Member] = set()
         self.prefill_order = PrefillOrder(self.by_node)
         # Prefill instances that are not drained; their order may be outdated.
         self.prefillers = self.prefill_order.members
@@ -187,6 +189,7 @@ class ClusterView:
         self.by_node[member.node].remove(member)
         if member.is_ranked:
             self._set_ranked(member, False)
+            self.unpaired.discard(member)
         if member.is_placed:
             self.prefill_order.remove(member)
         self.prefill_order.restricted.pop(member, None)
@@ -245,6 +248,9 @@ class ClusterView:
     def _update_pairs(self, node: NodeId) -> None:
         there = self.by_node[node]
         decoders = [each for each in there if each.decodes and not each.is_drained]
+        self.unpaired.difference_update(there)
+        if not any(each.prefills and not each.is_drained for each in there):
+            self.unpaired.update(decoders)
         are_free = not self.formats_differ and all(
             each.pulls or each.info.own_prefill is None for each in decoders
         )
