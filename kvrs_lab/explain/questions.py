@@ -67,7 +67,7 @@ def _sentence(answer: Explanation) -> str:
     costs_s = {each.option: each.total_s for each in answer.options}
     chosen_s = costs_s.pop(answer.chosen)
     others = (f"{option} {seconds:.3g} s" for option, seconds in costs_s.items())
-    against = f" instead of {', '.join(others)}" if costs_s else ""
+    against = f"; by others: {', '.join(others)}" if costs_s else ""
     return f"{answer.policy} chooses {answer.chosen}: next token after {chosen_s:.3g} s{against}"
 
 
@@ -87,8 +87,8 @@ def break_even_document(tokens: int) -> dict[str, Any]:
     ends = min(even, key=even.__getitem__), max(even, key=even.__getitem__)
     least, most = (f"{even[name] / 1e9:.3g} GB/s ({name})" for name in ends)
     sentence = (
-        f"KV of {tokens:,} tokens is loaded sooner than computed above a rate of {least} to "
-        f"{most}, depending on model and GPU"
+        f"loading the KV of {tokens:,} tokens is faster than computing it above {least} to {most}, "
+        f"depending on model and GPU"
     )
     return {"version": 1, "sentence": sentence, "history_tokens": tokens, "break_even": rows}
 

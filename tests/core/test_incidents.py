@@ -85,69 +85,69 @@ def test_a_death_is_one_incident_with_its_streams() -> None:
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        ([lost()], ["d0 died: killed; no stream was there; not up again"]),
+        ([lost()], ["d0 died: killed; no streams affected; still down"]),
         (
             [
                 (0.0, ev.HolderLost(AGENT, 1, "gone"), []),
                 (1.0, ev.HolderUp(AGENT, NodeId("n0"), 2, 1, 1.0), []),
             ],
-            ["agent-n0 died: gone; no stream was there; up again 05:06:36"],
+            ["agent-n0 died: gone; up again 05:06:36"],
         ),
         # How it ended, whether its supervisor reports it before or after the loss.
         (
             [lost(), (0.1, ev.InstanceExited(D0, 1, "signal 9", True), [])],
-            ["d0 died: killed (signal 9); no stream was there; not up again"],
+            ["d0 died: killed (signal 9); no streams affected; still down"],
         ),
         (
             [(0.0, ev.InstanceExited(D0, 1, "signal 9", True), []), lost(at_s=0.1)],
-            ["d0 died: killed (signal 9); no stream was there; not up again"],
+            ["d0 died: killed (signal 9); no streams affected; still down"],
         ),
         # Of its former process.
         (
             [(0.0, ev.InstanceExited(D0, 0, "signal 9", True), []), lost(at_s=0.1)],
-            ["d0 died: killed; no stream was there; not up again"],
+            ["d0 died: killed; no streams affected; still down"],
         ),
         # Announced by an order, or by the instance.
         (
             [(0.0, ev.DrainOrdered(D0, True, {}), []), lost(at_s=60.0)],
-            ["d0 ended, as announced: killed; no stream was there; not up again"],
+            ["d0 shut down as announced: killed; no streams affected; still down"],
         ),
         (
             [(0.0, load("d0", draining=True), []), lost(at_s=60.0)],
-            ["d0 ended, as announced: killed; no stream was there; not up again"],
+            ["d0 shut down as announced: killed; no streams affected; still down"],
         ),
         # One stream's connection breaks first.
         (
             [(0.0, failed(A, 1, D0), [recovered(A)]), lost(B, at_s=0.01)],
-            ["d0 died: killed; 2 streams, all on the way; not up again"],
+            ["d0 died: killed; 2 streams, all recovering; still down"],
         ),
         (
             [(0.0, failed(A, 1, D0), [recovered(A)]), lost(B, at_s=TOGETHER_S)],
             [
-                "d0 failed an attempt: HTTP broken; 1 stream, on the way",
-                "d0 died: killed; 1 stream, on the way; not up again",
+                "d0 failed 1 attempt: HTTP broken; 1 stream, recovering",
+                "d0 died: killed; 1 stream, recovering; still down",
             ],
         ),
         # A stream that could go nowhere for a while belongs to the death.
         (
             [lost(), (60.0, ev.TimerFired(), [recovered(A)])],
-            ["d0 died: killed; 1 stream, on the way; not up again"],
+            ["d0 died: killed; 1 stream, recovering; still down"],
         ),
         # Two deaths are two incidents.
         (
             [lost(), (1.0, instance_up("d0", 2), []), lost(at_s=2.0)],
             [
-                "d0 died: killed; no stream was there; up again 05:06:36",
-                "d0 died: killed; no stream was there; not up again",
+                "d0 died: killed; no streams affected; up again 05:06:36",
+                "d0 died: killed; no streams affected; still down",
             ],
         ),
         (
             [(0.0, ev.TimerFired(), [recovered(A, cause="moved: its instance is drained")])],
-            ["d0: its instance is drained; 1 stream, on the way"],
+            ["d0: its instance is drained; 1 stream, recovering"],
         ),
         (
             [(0.0, ev.TimerFired(), [recovered(A, cause="rank 1 of d0 lost: reshard")])],
-            ["rank 1 of d0 lost: reshard; 1 stream, on the way"],
+            ["rank 1 of d0 lost: reshard; 1 stream, recovering"],
         ),
         # Requests that nothing could serve.
         (
@@ -176,7 +176,7 @@ def test_streams_that_do_not_come_back_are_counted_by_their_fate() -> None:
     )
 
     (only,) = found.entries
-    assert sentence(only) == "d0 died: killed; 3 streams: 2 lost, 1 left early; not up again"
+    assert sentence(only) == "d0 died: killed; 3 streams: 2 lost, 1 cancelled; still down"
     assert (found.fates[Fate.BACK], found.fates[Fate.LOST], found.fates[Fate.LEFT]) == (0, 2, 1)
     assert found.running == 0
 
@@ -194,7 +194,7 @@ def test_attempts_that_fail_on_the_way_belong_to_the_same_incident() -> None:
     (victim,) = only.victims.values()
     assert [each.outcome(victim) for each in victim.decisions] == ["tried again", "back"]
     assert victim.decisions[0].retried_for == "HTTP broken"
-    assert sentence(only) == "d0 died: killed; 1 stream, back; pause 0.50 s; not up again"
+    assert sentence(only) == "d0 died: killed; 1 stream, back; pause 0.50 s; still down"
     assert found.fates[Fate.BACK] == 1
 
 
@@ -219,7 +219,7 @@ def test_a_second_death_on_the_way_hits_the_stream_again() -> None:
         # Nobody knows whose fault the first one was.
         (ev.FailureKind.REFUSED, act.Reason.RETRIES, "HTTP refused; 1 stream, lost"),
         # The instance failed, and the request was at fault as well.
-        (ev.FailureKind.BROKEN, act.Reason.REFUSED, "HTTP broken; 1 stream, left early"),
+        (ev.FailureKind.BROKEN, act.Reason.REFUSED, "HTTP broken; 1 stream, cancelled"),
         # The instances do not take the proxy's key.
         (ev.FailureKind.DENIED, act.Reason.DENIED, "HTTP denied; 1 stream, lost"),
     ],
@@ -237,9 +237,9 @@ def test_requests_that_were_at_fault_are_no_incidents(
         (1.2, failed(A, 2, D0, kind), [act.GiveUp(A, last, "no", 1.0)]),
     )
 
-    others = "d1 failed an attempt: HTTP broken; 1 stream, on the way"
+    others = "d1 failed 1 attempt: HTTP broken; 1 stream, recovering"
     assert [sentence(each) for each in found.entries] == [
-        *([f"p0 failed an attempt: {said}"] if said else []),
+        *([f"p0 failed 1 attempt: {said}"] if said else []),
         others,
     ]
 
@@ -273,10 +273,10 @@ def happened(lines: list[str]) -> list[Incident]:
 def test_a_recorded_incident_is_read_from_its_log() -> None:
     """Instances, an attempt and an agent, in their order."""
     assert [sentence(each) for each in happened(incident())] == [
-        "d0 died: killed; 2 streams, all back; not up again",
-        "d1 failed an attempt: reset [by peer]; 1 stream, left early",
-        "p1 died: gone; no stream was there; not up again",
-        "agent-n1 died: gone; no stream was there; not up again",
+        "d0 died: killed; 2 streams, all back; still down",
+        "d1 failed 1 attempt: reset [by peer]; 1 stream, cancelled",
+        "p1 died: gone; no streams affected; still down",
+        "agent-n1 died: gone; still down",
     ]
 
 
@@ -345,4 +345,4 @@ def test_times_of_a_log_without_utc_are_its_own() -> None:
     (only,) = happened(lines)
 
     assert str(only.at) == "at 0.000 s"
-    assert sentence(only) == "d0 died: killed; no stream was there; up again after 2.5 s"
+    assert sentence(only) == "d0 died: killed; no streams affected; up again after 2.5 s"

@@ -76,7 +76,7 @@ class Incidents:
                 for stream in event.produced_tokens:
                     self._hit(incident, stream)
             case ev.HolderLost(holder=name, cause=cause):
-                self._lost(at, name, cause, line)
+                self._lost(at, name, cause, line).is_agent = True
             case ev.AttemptFailed():
                 self._attempt_failed(at, event, line)
             case ev.SlotDenied():

@@ -47,7 +47,7 @@ class Fate(StrEnum):
     RUNNING = "running"  # The client has no new token yet.
 
 
-_WORDS = {Fate.BACK: "back", Fate.LOST: "lost", Fate.LEFT: "left early", Fate.RUNNING: "on the way"}
+_WORDS = {Fate.BACK: "back", Fate.LOST: "lost", Fate.LEFT: "cancelled", Fate.RUNNING: "recovering"}
 
 
 class Loss(NamedTuple):
@@ -169,6 +169,7 @@ class Incident:
     kind: IncidentKind
     why: str  # Cause of the first failure, or of the loss.
     last_s: float
+    is_agent: bool = False
     losses: list[Loss] = field(default_factory=list)
     victims: dict[StreamId, HitStream] = field(default_factory=dict)
     fates: Counter[Fate] = field(default_factory=Counter)  # Numbers of all streams.
@@ -203,7 +204,7 @@ def _head(incident: Incident) -> str:
     subject, cause = incident.subject, incident.why
     match incident.kind:
         case IncidentKind.DIED | IncidentKind.ENDED:
-            verb = "died" if incident.kind is IncidentKind.DIED else "ended, as announced"
+            verb = "died" if incident.kind is IncidentKind.DIED else "shut down as announced"
             if cause.startswith(_LOST):  # The rest depends on what each connection was doing.
                 cause = _LOST
             return f"{subject} {verb}: {cause}" + (f" ({incident.exit})" if incident.exit else "")
@@ -211,7 +212,7 @@ def _head(incident: Incident) -> str:
             many = (
                 f"{incident.failed_attempts} attempts"
                 if incident.failed_attempts != 1
-                else "an attempt"
+                else "1 attempt"
             )
             return f"{subject} failed {many}: {cause}"
         case IncidentKind.MOVED if subject is not None and subject not in cause:
@@ -226,7 +227,8 @@ def _streams(incident: Incident) -> Iterator[str]:
         yield f"{count} {'request' if count == 1 else 'requests'} given up"
         return
     if not count:
-        yield "no stream was there"
+        if not incident.is_agent:  # No stream runs at an agent.
+            yield "no streams affected"
         return
     streams = f"{count} {'stream' if count == 1 else 'streams'}"
     fates = [(fate, n) for fate in Fate if (n := incident.fates[fate])]
@@ -242,7 +244,7 @@ def _end(incident: Incident) -> Iterator[str]:
     if not incident.is_loss:
         return
     if (up := incident.up) is None:
-        yield "not up again"
+        yield "still down"
     elif up.utc is None:
         yield f"up again after {up.now_s - incident.at.now_s:.1f} s"
     else:

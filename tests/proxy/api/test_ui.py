@@ -247,7 +247,7 @@ async def test_the_page_and_the_log_tell_a_death_in_the_same_words(
     records = read(log.read_text().splitlines())
     (told,) = incidents(each for each in records if isinstance(each, LogEntry))
     assert (shown["time"], shown["sentence"]) == (str(told.at), sentence(told))
-    assert f"1 stream, back; pause {recovery['gap_s']:.2f} s; not up again" in shown["sentence"]
+    assert f"1 stream, back; pause {recovery['gap_s']:.2f} s; still down" in shown["sentence"]
     (row,) = shown["streams"]
     (attempt,) = row["attempts"]
     assert attempt["outcome"] == row["fate"] == "back"
@@ -291,7 +291,7 @@ async def test_an_open_page_shows_a_kill_with_its_next_looks(
     assert looks_after - looks <= 2
     assert status == 200
     assert len(said) == 1
-    assert re.fullmatch(rf"{victim} died: .*; 1 stream, back; pause \d.* s; not up again", said[0])
+    assert re.fullmatch(rf"{victim} died: .*; 1 stream, back; pause \d.* s; still down", said[0])
     assert saved == "1 of 1"
     assert errors == []
 
