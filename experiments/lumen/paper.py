@@ -9,8 +9,8 @@ prototypes: four workers with Qwen3-32B, or eight with Qwen3-14B.
 
 Two parameters are fitted to two figures of runs without a failure (`fit.py`); all other figures are
 output. A run has fewer requests than the paper's: it begins two minutes before the failure, and
-ends five after it, of four prototypes five before and ten after. No request is refused for a long queue, as in the paper. It goes on from the
-cells that are kept, if the code has not changed since.
+ends five after it, of four prototypes five before and ten after. No request is refused for a long
+queue, as in the paper. It goes on from the cells that are kept, if the code has not changed since.
 """
 
 import sys
