@@ -20,7 +20,7 @@ from kvrs.net.tls import Certificates
 from kvrs.tables import output
 from kvrs_lab.faults.language import Fault, load_faults
 from kvrs_lab.load.admin_port import AdminPort
-from kvrs_lab.load.fitting import fitted, served_tokens, too_long
+from kvrs_lab.load.fitting import fitted, fitting_scale, served_tokens, too_long
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import FaultInjector, Run, Target, run_pass
 from kvrs_lab.load.progress import progress_bar
@@ -123,7 +123,6 @@ def load_requests(
     if options.rate is not None:
         trace = at_rate(trace, options.rate)
         check_lasts(trace, f"--rate: got {options.rate}")
-    trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
     trace = _for_server(trace, options, served, console)
     return replay_requests(trace, SMALLEST_VOCAB_SIZE, options.seed, FIRST_ORDINARY_TOKEN)
 
@@ -131,18 +130,21 @@ def load_requests(
 def _for_server(
     trace: Trace, options: ReplayOptions, served: int | None, console: Console | None
 ) -> Trace:
-    if served is None or not (long := too_long(trace, served)):
-        return trace
-    if options.preset is not None and options.length_scale == 1:
-        trace, words = fitted(trace, served)
-    else:
-        words = (
-            f"{long} of {len(trace.requests)} requests are longer than the {served} tokens that "
-            f"the server takes: --length-scale makes them shorter"
+    scale = options.length_scale
+    scaled = scale_lengths(trace, scale) if scale != 1 else trace
+    if served is None or not (long := too_long(scaled, served)):
+        return scaled
+    if options.preset is None or scale != 1:
+        fits = fitting_scale(trace, served)
+        raise ConfigError(
+            f"--length-scale: got {scale:g}, at which {long} of {len(trace.requests)} requests are "
+            f"longer than the {served:,} tokens that the server takes; allowed: "
+            + (f"at most {fits:g}" if fits else "none, this trace has too many blocks")
         )
+    scaled, words = fitted(trace, served)
     if console is not None:
         console.print(f"  {words}", style="yellow", markup=False, soft_wrap=True)
-    return trace
+    return scaled
 
 
 def _check(options: ReplayOptions) -> None:

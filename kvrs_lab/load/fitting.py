@@ -6,7 +6,7 @@ import msgspec
 from kvrs.errors import ConfigError, TraceError
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.report.metrics import percentile
-from kvrs_lab.traces.mooncake import Trace, clip, scale
+from kvrs_lab.traces.mooncake import Trace, clip, scale, scale_lengths
 
 _TIMEOUT_S = 10.0
 _USUAL_PERCENT = 95  # Percentile of lengths; longer prompts are cut too.
@@ -53,6 +53,23 @@ async def served_tokens(url: str, dialect: Dialect) -> int | None:
 def too_long(trace: Trace, most_tokens: int) -> int:
     """Number of requests of a trace that a server would refuse."""
     return sum(each.input_tokens + each.output_tokens > most_tokens for each in trace.requests)
+
+
+def fitting_scale(trace: Trace, most_tokens: int) -> float | None:
+    """The largest length scale of two digits at which no request is too long; None: even blocks of
+    one token are too long.
+    """
+    longest = max(each.input_tokens + each.output_tokens for each in trace.requests)
+    # Rounded lengths of blocks may fit a little above the ratio.
+    scales = (
+        digits / 10**places
+        for places in range(2, 7)
+        for digits in range(99, 9, -1)
+        if digits / 10**places < 1.1 * most_tokens / longest
+    )
+    return next(
+        (each for each in scales if not too_long(scale_lengths(trace, each), most_tokens)), None
+    )
 
 
 def fitted(trace: Trace, most_tokens: int) -> tuple[Trace, str]:

@@ -24,10 +24,12 @@ from kvrs_lab.cluster.fault_injection import views
 from kvrs_lab.faults.language import Fault
 from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.command import ReplayOptions, load_requests, run_replay
+from kvrs_lab.load.fitting import fitting_scale, too_long
 from kvrs_lab.load.open_loop import Dialect
 from kvrs_lab.load.passes import Injection
 from kvrs_lab.report.compare import compare_reports
 from kvrs_lab.report.measures import ReportError
+from kvrs_lab.traces.mooncake import Trace, TraceRequest, scale_lengths
 
 pytestmark = pytest.mark.network
 
@@ -432,19 +434,32 @@ def test_a_preset_is_scaled_to_what_the_server_takes(
     )
 
 
-def test_lengths_that_were_chosen_are_kept_and_questioned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_lengths_that_were_chosen_and_do_not_fit_are_refused_with_the_scale_that_fits(
+    tmp_path: Path,
 ) -> None:
-    """Lengths of a file, or given by an option, are not changed unasked."""
+    """Lengths of a file, or given by an option, are not changed unasked; nothing is sent."""
     server = Server()
     server.max_model_len = 32
     with serving(server) as url:
-        assert run_replay(small(url, tmp_path, oracle=False), no_faults, no_check)
+        options = small(url, tmp_path, oracle=False)
+        with pytest.raises(ConfigError, match="requests are longer than the 32 tokens") as caught:
+            run_replay(options, no_faults, no_check)
+        assert server.seen == 0
+        scale = float(str(caught.value).rpartition("at most ")[2])
+        assert run_replay(replace(options, length_scale=scale), no_faults, no_check)
 
-    assert server.longest > 32
-    assert "requests are longer than the 32 tokens that the server takes" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert 0 < server.longest <= 32
+
+
+def test_the_scale_that_fits_is_the_largest() -> None:
+    """Scales have two digits; a trace whose blocks of one token are too many has none."""
+    trace = Trace((TraceRequest(0.0, 1000, 24, (1, 2)),))
+    long = Trace((TraceRequest(0.0, 512 * 100, 1, tuple(range(100))),))
+
+    assert fitting_scale(trace, 512) == 0.5
+    assert not too_long(scale_lengths(trace, 0.5), 512)
+    assert too_long(scale_lengths(trace, 0.51), 512)
+    assert fitting_scale(long, 50) is None
 
 
 def interrupted(options: ReplayOptions, server: Server, answers: int) -> None:
