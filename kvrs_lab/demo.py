@@ -187,6 +187,7 @@ def _report(options: DemoOptions, config: Config, faulted: Run, clean: Run) -> R
         settings,
         never_due=never_due,
         proxy=faulted.proxy,
+        cpu_pressures=[faulted.cpu_pressure, clean.cpu_pressure],
     )
 
 

@@ -279,6 +279,7 @@ def _report(
         settings,
         never_due=never_due,
         proxy=run.proxy,
+        cpu_pressures=[each.cpu_pressure for each in (run, clean) if each is not None],
     )
 
 

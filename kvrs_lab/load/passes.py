@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -25,6 +26,8 @@ class Run:
     cold: bool = False  # The prefix caches were empty at the start.
     proxy: dict[str, Any] = field(default_factory=dict)  # The proxy's row in its state.
     interrupted: bool = False  # Only ended streams have records.
+    # Share of the time in which a process of this machine waited for a CPU; None: unknown.
+    cpu_pressure: float | None = None
 
     @property
     def faults_left(self) -> int:
@@ -78,6 +81,7 @@ async def run_pass(
     progress, dialect = Progress(len(requests)), target.dialect or Dialect()
     bodies = encode(requests, dialect)
     start_s, start_wall_s = time.monotonic(), time.time()
+    waited_before_s = _cpu_waits_s()
     ended: list[StreamRecord] = []
     load = asyncio.create_task(
         replay(
@@ -110,11 +114,24 @@ async def run_pass(
         run.interrupted = True
     finally:
         stopping.cancel()
+    if waited_before_s is not None and (waited_s := _cpu_waits_s()) is not None:
+        run.cpu_pressure = (waited_s - waited_before_s) / (time.monotonic() - start_s)
     if target.port is not None:
         state = await target.port.state()
         run.recoveries = _recoveries(state, run.records, start_wall_s)
         run.proxy = next(iter(state.get("proxies", ())), {})
     return run
+
+
+def _cpu_waits_s() -> float | None:
+    """Seconds so far in which a process of this machine waited for a CPU (pressure stall
+    information of Linux); None: the kernel does not count them.
+    """
+    try:
+        some = Path("/proc/pressure/cpu").read_text().partition("\n")[0]
+    except OSError:
+        return None
+    return int(some.rpartition("total=")[2]) / 1e6
 
 
 async def _stop(load: asyncio.Task[list[StreamRecord]], stop: asyncio.Event | None) -> None:

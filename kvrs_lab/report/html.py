@@ -16,9 +16,11 @@ from kvrs_lab.report.table import (
     doubt_lines,
     errors_by_kind,
     fault_label,
+    hit_counts,
     milliseconds,
     never_due_lines,
     origin_sentence,
+    papers_measures,
     quantities,
     recoveries_by_option,
     text_rows,
@@ -44,6 +46,7 @@ def render_html(report: Report) -> str:
             _timeline(report),
             _numbers(report),
             _recoveries(report),
+            _papers(report),
             _made_with(report),
         )
     )
@@ -63,23 +66,24 @@ def _page(title: str, body: str) -> str:
 _VERDICTS = {True: "exact", False: "not exact", None: "not compared"}
 _TIMELINE_WORDS = (
     "One line per stream, from its arrival to its end; a tick is a token at the client. "
-    "A vertical line is a fault, the thick bars are the waits of the interrupted streams."
+    "A vertical line is a fault; a thick bar is the pause of a stream from the last token before "
+    "its recovery to the first one after it, in the colour of what the recovery did."
 )
 
 
 def _headline(report: Report) -> str:
     kind = "bad" if report["reasons"] else "good"
-    faults = ", ".join(
-        f"{fault_label(fault)} with {fault['inflight']} streams in flight"
-        for fault in report["faults"]
-    )
+    faults = ", ".join(map(fault_label, report["faults"]))
+    decoding, others = hit_counts(report)
     story = (
-        f"{faults}; recoveries: {recoveries_by_option(report)}."
+        f"{faults}: {decoding} streams were decoding, {others} on their way there; recoveries: "
+        f"{recoveries_by_option(report)}."
         if faults
         else "No fault was carried out."
     )
-    lines = [*never_due_lines(report), *doubt_lines(report)]
-    warning = "".join(f"<p class=warning>{escape(line)}</p>" for line in lines)
+    notes = {"warning": never_due_lines(report), "note": doubt_lines(report)}
+    lines = [(kind, line) for kind, of_kind in notes.items() for line in of_kind]
+    warning = "".join(f"<p class={kind}>{escape(line)}</p>" for kind, line in lines)
     # Several reasons become a list below a short headline.
     reasons = report["reasons"] if len(report["reasons"]) > 1 else []
     verdict = (
@@ -145,8 +149,7 @@ def _recoveries(report: Report) -> str:
         "had tokens",
         "predicted",
         "real",
-        "client waited",
-        "replay TTFT",
+        "pause",
     )
     rows = [
         (
@@ -161,7 +164,6 @@ def _recoveries(report: Report) -> str:
             milliseconds(row.get("predicted_s")),
             milliseconds(row.get("real_s")),
             milliseconds(row["pause_s"]),
-            milliseconds(row.get("replay_ttft_s")),
         )
         for row in report["recovery_rows"]
     ]
@@ -173,6 +175,13 @@ def _recoveries(report: Report) -> str:
         f"<section><details{opened}><summary>Recoveries "
         f"({len(rows)})</summary>{table}</details></section>"
     )
+
+
+def _papers(report: Report) -> str:
+    if not report["faults"]:
+        return ""
+    table = _table(("", "with the fault"), papers_measures(report))
+    return f"<section><details><summary>Measures of papers</summary>{table}</details></section>"
 
 
 def _made_with(report: Report) -> str:

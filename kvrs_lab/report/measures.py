@@ -21,8 +21,8 @@ MEASURES: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("tbt_p99_s", "TBT p99", ("runs", "fault", "tbt_s", "p99"), False),
     ("max_tbt_p50_s", "maximum TBT p50", ("runs", "fault", "max_gap_s", "p50"), False),
     ("max_tbt_p99_s", "maximum TBT p99", ("runs", "fault", "max_gap_s", "p99"), False),
-    ("gap_p50_s", "client-visible gap p50", ("gap_s", "p50"), False),
-    ("gap_p99_s", "client-visible gap p99", ("gap_s", "p99"), False),
+    ("gap_p50_s", "pause p50", ("gap_s", "p50"), False),
+    ("gap_p99_s", "pause p99", ("gap_s", "p99"), False),
     ("tfs_s", "TFS", ("tfs_s",), False),
     ("ttp_s", "TTP", ("ttp_s",), False),
     (

@@ -28,7 +28,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A client's wait for its next token around a fault."""
+    """A client's wait for its next token while its stream is recovered."""
 
     from_s: float
     to_s: float
@@ -99,21 +99,20 @@ def gaps_s(record: StreamRecord) -> list[float]:
     return [later - earlier for earlier, later in pairwise(record.token_times_s)]
 
 
-def pause_after(record: StreamRecord, fault_s: float) -> Pause | None:
-    """The longest wait for a token that ended after `fault_s`; None: no later token.
+def pause_of(record: StreamRecord, decided_s: float, produced_tokens: int) -> Pause | None:
+    """The wait between the last token before a recovery and the first token after it; None: no
+    later token.
 
-    A wait that began before the fault counts whole, since the client waits throughout. The wait for
-    the first token counts from the fault on, since the rest is TTFT.
+    The first `produced_tokens` tokens came before the recovery's decision at `decided_s`, though
+    some may have reached the client later. Events without token ids are told apart by their times.
+    The wait for a first token counts from the decision on, since the rest is TTFT.
     """
     times_s = record.token_times_s
-    first_after = bisect_right(times_s, fault_s)
-    if first_after == len(times_s):
+    before = produced_tokens if record.token_ids else bisect_right(times_s, decided_s)
+    if before >= len(times_s):
         return None
-    began_s = times_s[first_after - 1] if first_after else max(record.sent_s, fault_s)
-    waits = [
-        Pause(earlier, later) for earlier, later in pairwise([began_s, *times_s[first_after:]])
-    ]
-    return max(waits, key=lambda wait: wait.length_s)
+    began_s = times_s[before - 1] if before else max(record.sent_s, decided_s)
+    return Pause(began_s, times_s[before])
 
 
 def fault_to_first_token_s(

@@ -17,6 +17,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
 from kvrs_lab.report.report import Report
+from kvrs_lab.report.style import OPTION_COLORS
 from kvrs_lab.report.table import fault_label
 
 # Stand-in colour by CSS variable; all must differ.
@@ -27,9 +28,7 @@ _COLORS = {
     "base": "#a3acbc",
     "tokens": "#4a5569",
     "fault": "#c22b33",
-    "migrate": "#1f6fec",
-    "recompute": "#d97707",
-    "other": "#7c5cd7",
+    **{option.value: light for option, (light, _) in OPTION_COLORS.items()},
 }
 _LETTER_SHARE = 0.0072  # Largest share of the timeline's width for a letter of a label.
 _LABEL_SHARE = 0.08  # Least distance of two labels, as a share of the timeline's width.
@@ -74,7 +73,7 @@ def timeline_svg(report: Report) -> str:
     ]
     _strokes(axes, lives, "base", width=0.8)
     _strokes(axes, ticks, "tokens", width=0.7, alpha=0.55)
-    _draw_waits(axes, report, row_of)
+    _draw_pauses(axes, report, row_of)
     _draw_faults(axes, report)
     axes.set_xlim(left=0, right=_ended_s(report) * 1.02)
     axes.set_ylim(len(streams) + 0.2, -1.2)
@@ -112,18 +111,19 @@ def _strokes(
     axes.add_patch(PathPatch(Outline(points, codes), fill=False, **style))
 
 
-def _draw_waits(axes: Axes, report: Report, row_of: dict[int, int]) -> None:
-    rows = [
-        row
+def _draw_pauses(axes: Axes, report: Report, row_of: dict[int, int]) -> None:
+    # The last recovery in a pause brought the token.
+    rows = {
+        (row["index"], row["pause_to_s"]): row
         for row in report["recovery_rows"]
         if row["index"] is not None and row["pause_s"] is not None
-    ]
-    for option in sorted({row["option"] for row in rows}):
-        own = [row for row in rows if row["option"] == option]
+    }
+    for option in sorted({row["option"] for row in rows.values()}):
+        own = [row for row in rows.values() if row["option"] == option]
         heights = [row_of[row["index"]] for row in own]
         starts, ends = [row["pause_from_s"] for row in own], [row["pause_to_s"] for row in own]
-        style: dict[str, Any] = {"linewidth": 2.6, "label": f"wait, {option}", "zorder": 3}
-        axes.hlines(heights, starts, ends, colors=_color(option), **style)
+        style: dict[str, Any] = {"linewidth": 2.6, "label": f"pause, {option}", "zorder": 3}
+        axes.hlines(heights, starts, ends, colors=_COLORS[option], **style)
 
 
 def _draw_faults(axes: Axes, report: Report) -> None:
@@ -154,10 +154,6 @@ def _draw_faults(axes: Axes, report: Report) -> None:
             zorder=5,
             horizontalalignment="right" if late else "left",
         )
-
-
-def _color(option: str) -> str:
-    return _COLORS.get(option, _COLORS["other"])
 
 
 def _svg(figure: Figure) -> str:

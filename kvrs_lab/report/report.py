@@ -20,7 +20,7 @@ from kvrs_lab.report.metrics import Slo
 from kvrs_lab.report.oracle import Difference, StreamVerdict
 from kvrs_lab.traces.records import StreamRecord
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _TIME_DIGITS = 6  # Microseconds: the resolution of a client's clock.
 _RUN_MAX_S = 1e6  # A later time is of another clock.
 _BINS = 200
@@ -40,6 +40,7 @@ def build_report(
     slo: Slo | None = None,
     never_due: Sequence[str] = (),
     proxy: Mapping[str, Any] | None = None,
+    cpu_pressures: Iterable[float | None] = (),
 ) -> Report:
     """Describe a run, and compare it with the clean run of the same requests.
 
@@ -54,6 +55,7 @@ def build_report(
         slo: the limits for goodput.
         never_due: labels of the faults that were not carried out.
         proxy: the proxy's row in its state (version, policy, config_digest), where known.
+        cpu_pressures: share of each run in which a process of this machine waited for a CPU.
     """
     slo = slo or Slo()
     assert all(abs(row["at_s"]) < _RUN_MAX_S for row in (*recoveries, *faults)), (
@@ -65,14 +67,14 @@ def build_report(
     fault_rows = _fault_rows(faults, rows, by_stream)
     run = metrics.summary(faulted, slo)
     report = {
-        **_origin(proxy or {}),
+        **_origin(proxy or {}, cpu_pressures),
         "exact": None,
         "compared": _compared(faulted, clean),
         "reasons": [],
         **{key: run[key] for key in ("streams", "completed", "errors")},
         **_differences(verdicts or []),
         "recoveries": dict(Counter(row["option"] for row in rows)),
-        "gap_s": metrics.spread(_waits_s(rows)),
+        "gap_s": metrics.spread(_pauses_s(rows)),
         "tfs_s": min(
             (row["tfs_s"] for row in fault_rows if row["tfs_s"] is not None), default=None
         ),
@@ -97,7 +99,7 @@ def build_report(
     return report
 
 
-def _origin(proxy: Mapping[str, Any]) -> dict[str, Any]:
+def _origin(proxy: Mapping[str, Any], cpu_pressures: Iterable[float | None]) -> dict[str, Any]:
     """The origin of the run: time, machine, versions, policy and configuration."""
     system = os.uname()
     return {
@@ -109,6 +111,7 @@ def _origin(proxy: Mapping[str, Any]) -> dict[str, Any]:
         "proxy_version": proxy.get("version"),
         "machine": {
             "cpus": os.cpu_count(),
+            "cpu_pressure": max((each for each in cpu_pressures if each is not None), default=None),
             "python": platform.python_version(),
             "torch": _installed("torch"),
             # platform.platform() has the same facts, but starts a process.
@@ -182,10 +185,10 @@ def _reasons(report: Report) -> list[str]:
 
 
 def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> dict[str, Any]:
-    """The proxy's row with two measures of the client: the longest wait from the recovery on, and
-    the replay TTFT.
-    """
-    pause = metrics.pause_after(record, recovery["at_s"]) if record else None
+    """The proxy's row with two measures of the client: the recovery's pause and the replay TTFT."""
+    pause = (
+        metrics.pause_of(record, recovery["at_s"], recovery["produced_tokens"]) if record else None
+    )
     return {
         **recovery,
         "index": record.index if record else None,
@@ -198,14 +201,16 @@ def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> d
     }
 
 
-def _waits_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The client's waits. A recovery that failed and was decided again counts as one wait."""
-    waits = {
-        (row["stream"], row["pause_from_s"]): row["pause_s"]
-        for row in rows
+def _pauses_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The pauses of clients. A recovery that failed and was decided again is one pause, which
+    began with the first decision.
+    """
+    pauses_s = {
+        (row["stream"], row["pause_to_s"]): row["pause_s"]
+        for row in reversed(rows)
         if row["pause_s"] is not None
     }
-    return list(waits.values())
+    return list(pauses_s.values())
 
 
 def _fault_rows(

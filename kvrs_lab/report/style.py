@@ -1,16 +1,36 @@
 """The style sheet of `report.html`: light and dark by the reader's setting, or narrow."""
 
-CSS = """\
+from kvrs.core.model.estimates import Option
+
+# Colours of the options that end in a token, on a light page and on a dark one.
+OPTION_COLORS = {
+    Option.MIGRATE: ("#1f6feb", "#5aa2ff"),
+    Option.RECOMPUTE: ("#d97706", "#f5a53d"),
+    Option.RESTORE: ("#0f9d78", "#3ecfa0"),
+    Option.SPLIT: ("#c026a3", "#f07ad6"),
+    Option.START: ("#8b5e34", "#c99a6b"),
+    Option.IN_PLACE: ("#7c5cd6", "#b39bff"),
+    Option.SUBSTITUTE: ("#0891b2", "#39c6e6"),
+    Option.REUSE: ("#65a30d", "#a3d34a"),
+    Option.REPLAY: ("#7d7a16", "#cfc94a"),
+}
+
+
+def _options(scheme: int) -> str:
+    return " ".join(f"--{name}: {colors[scheme]};" for name, colors in OPTION_COLORS.items())
+
+
+CSS = f"""\
+:root {{ {_options(0)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_options(1)} }} }}
+"""
+CSS += """\
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #667085; --line: #d9dee7;
   --page: #f5f6f9; --card: #ffffff;
-  --good: #117a43; --bad: #c22b32; --base: #a3acbb; --tokens: #4a5568; --fault: #c22b32;
-  --migrate: #1f6feb; --recompute: #d97706;
-  --other: #7c5cd6; }
+  --good: #117a43; --bad: #c22b32; --base: #a3acbb; --tokens: #4a5568; --fault: #c22b32; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7eaf0; --soft: #98a2b3; --line: #2c3340;
   --page: #0e1116; --card: #161b23;
-  --good: #4ade80; --bad: #ff7b7b; --base: #5b6678; --tokens: #aab4c4; --fault: #ff7b7b;
-  --migrate: #5aa2ff; --recompute: #f5a53d;
-  --other: #b39bff; } }
+  --good: #4ade80; --bad: #ff7b7b; --base: #5b6678; --tokens: #aab4c4; --fault: #ff7b7b; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -25,7 +45,8 @@ header h1 { margin: 0 0 4px; font-size: clamp(20px, 4.5vw, 30px); line-height: 1
 header.bad h1 { color: var(--bad); }
 header p { margin: 0; color: var(--soft); overflow-wrap: anywhere; }
 header ul { margin: 0 0 6px; padding-left: 20px; }
-header .warning { margin-top: 8px; color: var(--fault); }
+header .warning, header .note { margin-top: 8px; color: var(--fault); }
+header .note { color: var(--ink); }
 .kicker { font-size: 12px; letter-spacing: .08em; text-transform: uppercase; }
 .words { color: var(--soft); font-size: 13px; }
 .words { margin: 0 0 8px; }

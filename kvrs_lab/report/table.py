@@ -1,5 +1,6 @@
 """The report as a table in the terminal."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,19 +14,19 @@ from kvrs_lab.report.metrics import LATE_S
 from kvrs_lab.report.report import Report
 
 _SHARE_OFF = 0.01  # A larger deviation of the client's rate is reported.
+_BUSY_SHARE = 0.9  # A higher CPU pressure is reported.
 
 
 def terminal_table(report: Report) -> RenderableType:
     """Verdict and origin, then a row per quantity with and without the fault. Data is text, never
     markup.
     """
-    doubts = doubt_lines(report)
-    notes = [Text(line, style="red") for line in (*error_lines(report), *never_due_lines(report))]
+    faults = (*error_lines(report), *never_due_lines(report))
     return Group(
         _verdict(report),
         Text(origin_sentence(report), style="dim"),
-        *notes,
-        *(Text(line, style="yellow") for line in doubts),
+        *(Text(line, style="red") for line in faults),
+        *(Text(line) for line in doubt_lines(report)),
         quantities(report),
     )
 
@@ -71,8 +72,8 @@ def verdict_sentence(report: Report) -> str:
 
 
 def doubt_lines(report: Report) -> list[str]:
-    """Warnings of figures that are less reliable than they look."""
-    late, warm = late_sentence(report), None
+    """Sentences on figures that are less reliable than they look."""
+    warm = None
     if (
         report["exact"] is not None
         and report["settings"].get("caches_at_the_start") == "as they were found"
@@ -82,25 +83,36 @@ def doubt_lines(report: Report) -> list[str]:
             "and goodput differ by more than the faults; with the cluster's secret both begin with "
             "empty ones."
         )
-    return [line for line in (late, warm) if line]
+    return [line for line in (busy_sentence(report), late_sentence(report), warm) if line]
+
+
+def busy_sentence(report: Report) -> str | None:
+    """A sentence on a machine whose CPUs were too few for its processes."""
+    pressure = report["machine"]["cpu_pressure"]
+    if pressure is None or pressure < _BUSY_SHARE:
+        return None
+    return (
+        f"This machine was busy: processes waited for a CPU in {pressure:.0%} of the time, so the "
+        f"times below say little about kvrs. Exactness does not depend on them."
+    )
 
 
 def late_sentence(report: Report) -> str | None:
-    """A warning if the client did not keep to the trace, which distorts its numbers."""
+    """A sentence on a client that did not keep to the trace, which distorts its numbers."""
     run = report["runs"]["fault"]
     asked, offered = run["asked_per_s"], run["offered_per_s"]
     off = asked is not None and abs(offered / asked - 1) > _SHARE_OFF
     if not run["late"]:
         return (
-            f"The client offered {offered:.2f} of {asked:.2f} requests/s, more than 1 % off."
+            f"The client of this measurement sent {offered:.2f} of {asked:.2f} requests/s."
             if off
             else None
         )
-    rates = "" if asked is None else f"; it offered {offered:.2f} of {asked:.2f} requests/s"
+    rates = f", {offered:.2f} of {asked:.2f} requests/s" if asked is not None and off else ""
     return (
-        f"The client was late: {run['late']} of {run['streams']} requests were sent more "
-        f"than {LATE_S * 1000:.0f} ms "
-        f"after they were due (worst {milliseconds(run['lag_s']['max'])}){rates}."
+        f"The client of this measurement sent {run['late']} of {run['streams']} requests more than "
+        f"{LATE_S * 1000:.0f} ms late (at most {milliseconds(run['lag_s']['max'])}{rates}), which "
+        f"is no delay of kvrs; TTFT from arrival contains it."
     )
 
 
@@ -145,6 +157,17 @@ def recoveries_by_option(report: Report) -> str:
         ", ".join(f"{count} {option}" for option, count in sorted(report["recoveries"].items()))
         or "none"
     )
+
+
+def hit_counts(report: Report) -> tuple[int, int]:
+    """Count the streams that depended on the victims of all faults: those that were decoding, and
+    those without a token of their present attempt.
+    """
+    phases: Counter[str] = Counter()
+    for fault in report["faults"]:
+        phases.update(fault["phases"])
+    decoding = phases["decode"] + phases["near_end"]
+    return decoding, phases.total() - decoding
 
 
 def window_words(report: Report) -> str:
@@ -209,18 +232,26 @@ def quantities(report: Report) -> Table:
 
 
 def _add_fault_rows(report: Report, row: Any) -> None:
-    groups = report["groups"]
+    row("pause of a stream p50 / longest", _pair(report["gap_s"], "max"))
     row("faults", Text(_faults(report)))
+    row("hit: decoding / on their way there", " / ".join(map(str, hit_counts(report))))
     row("recoveries", Text(recoveries_by_option(report)))
-    row("client-visible gap p50 / p99", _pair(report["gap_s"]))
-    row("TFS (fault to first token)", milliseconds(report["tfs_s"]))
-    row("TTP (then to stable peak)", milliseconds(report["ttp_s"]))
-    row("failure-impact window", window_words(report))
+
+
+def papers_measures(report: Report) -> list[tuple[str, str]]:
+    """The measures of a fault in papers, whose reports the exhibits compare."""
+    groups = report["groups"]
+    rows = [
+        ("TFS (fault to first token)", milliseconds(report["tfs_s"])),
+        ("TTP (then to stable peak)", milliseconds(report["ttp_s"])),
+        ("failure-impact window", window_words(report)),
+        ("replay TTFT p50 / p99", _pair(groups["interrupted"]["replay_ttft_s"])),
+    ]
     for name in ("interrupted", "uninterrupted"):
         group = groups[name]
         words = _both(group["arrival_ttft_s"]["mean"], group["tpot_s"]["mean"])
-        row(f"{name} ({group['streams']}): TTFT / TPOT", words)
-    row("replay TTFT p50 / p99", _pair(groups["interrupted"]["replay_ttft_s"]))
+        rows.append((f"{name} ({group['streams']}): mean TTFT / TPOT", words))
+    return rows
 
 
 def text_rows(table: Table) -> list[list[str]]:
@@ -254,8 +285,8 @@ def _rates_words(run: Mapping[str, Any]) -> str:
     )
 
 
-def _pair(spread: Mapping[str, float | None]) -> str:
-    return _both(spread["p50"], spread["p99"])
+def _pair(spread: Mapping[str, float | None], upper: str = "p99") -> str:
+    return _both(spread["p50"], spread[upper])
 
 
 def _both(one_s: float | None, other_s: float | None) -> str:

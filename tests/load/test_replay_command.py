@@ -243,9 +243,7 @@ def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(
         (due,) = injection.schedule.due(
             1.0, injection.requests_sent(), views(await injection.port.state())
         )
-        injection.carried_out.append(
-            {"at_s": 0.01, "what": "kill", "whom": due.whom, "inflight": 0}
-        )
+        injection.carried_out.append({"at_s": 0.01, "what": "kill", "whom": due.whom, "phases": {}})
 
     server = Server()
     with serving(server) as url:
@@ -387,10 +385,10 @@ def test_errors_are_listed_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture
         ("{", "not JSON"),
         pytest.param("[" * 100_000, "not JSON", id="nested"),
         ("[]", "schema_version None"),
-        ('{"schema_version": 1}', "schema_version 1; allowed: 3"),
-        ('{"schema_version": 3}', "missing required field `exact`"),
+        ('{"schema_version": 1}', "schema_version 1; allowed: 4"),
+        ('{"schema_version": 4}', "missing required field `exact`"),
         (
-            '{"schema_version": 3, "exact": null, "streams": 1, "completed": 1, '
+            '{"schema_version": 4, "exact": null, "streams": 1, "completed": 1, '
             '"recoveries": {}, "settings": {}, "measures": {"goodput_per_s": "fast"}}',
             "goodput_per_s",
         ),

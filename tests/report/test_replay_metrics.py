@@ -1,5 +1,7 @@
 """Definitions of the measures that a client sees."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,36 +66,27 @@ def test_a_stream_without_tokens_has_no_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times_s", "fault_s", "expected"),
+    ("times_s", "produced", "expected"),
     [
-        (
-            (1.0, 1.1, 1.9, 2.0),
-            1.2,
-            Pause(1.1, 1.9),
-        ),  # A wait that began before the fault counts whole.
-        (
-            (1.0, 1.1, 1.21, 1.9),
-            1.2,
-            Pause(1.21, 1.9),
-        ),  # One more token was on its way when the fault came.
-        (
-            (0.1, 0.9, 1.1, 1.2),
-            1.0,
-            Pause(0.9, 1.1),
-        ),  # A longer wait before the fault does not count.
-        (
-            (2.0, 2.1),
-            1.2,
-            Pause(1.2, 2.0),
-        ),  # Before the first token: only what came after the fault.
-        ((1.0, 1.1), 1.2, None),  # No token came after it.
+        pytest.param((1.0, 1.1, 1.9, 2.0), 2, Pause(1.1, 1.9), id="around the decision"),
+        pytest.param((1.0, 1.1, 1.21, 1.9), 3, Pause(1.21, 1.9), id="a token was on its way"),
+        pytest.param((1.0, 1.1, 1.3, 9.9), 2, Pause(1.1, 1.3), id="a longer wait comes later"),
+        pytest.param((2.0, 2.1), 0, Pause(1.2, 2.0), id="before the first token"),
+        pytest.param((1.0, 1.1), 2, None, id="no token came after it"),
     ],
 )
-def test_the_wait_around_a_fault_is_the_longest_that_ends_after_it(
-    times_s: tuple[float, ...], fault_s: float, expected: Pause | None
+def test_the_pause_of_a_recovery_is_the_wait_that_it_ended(
+    times_s: tuple[float, ...], produced: int, expected: Pause | None
 ) -> None:
-    """The interrupted client saw this wait; earlier ones are not blamed on the fault."""
-    assert metrics.pause_after(record(*times_s), fault_s) == expected
+    """Neither an earlier nor a later wait of the stream is blamed on the recovery."""
+    assert metrics.pause_of(record(*times_s), 1.2, produced) == expected
+
+
+def test_the_pause_of_a_stream_without_token_ids_is_found_by_time() -> None:
+    """An event may contain several tokens, which only ids would count."""
+    events = replace(record(1.0, 1.1, 1.9, 2.0), token_ids=[])
+
+    assert metrics.pause_of(events, 1.2, 40) == Pause(1.1, 1.9)
 
 
 def test_tfs_ignores_tokens_that_were_on_their_way() -> None:

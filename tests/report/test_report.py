@@ -15,13 +15,15 @@ from typer.testing import CliRunner
 
 import kvrs
 from kvrs.cli import app
+from kvrs.core.model.estimates import Option
 from kvrs_lab.report.html import render_html, write_html
 from kvrs_lab.report.measures import ReportError
 from kvrs_lab.report.report import Report, build_report, write_report
+from kvrs_lab.report.style import OPTION_COLORS
 from kvrs_lab.report.table import terminal_table
 from kvrs_lab.traces.records import ErrorKind, StreamRecord
 
-KILL = {"at_s": 1.0, "what": "kill", "whom": "d0", "pid": 77, "inflight": 2}
+KILL = {"at_s": 1.0, "what": "kill", "whom": "d0", "phases": {"decode": 2, "handoff": 1}}
 PROXY = {"id": "proxy-0", "policy": "rom", "version": "0.0.9", "config_digest": "1d553894a17cdcbe"}
 
 
@@ -107,7 +109,7 @@ def test_the_top_of_the_report_is_the_verdict() -> None:
     """The names that scripts rely on."""
     report = exact_report()
 
-    assert (report["schema_version"], report["exact"], report["reasons"]) == (3, True, [])
+    assert (report["schema_version"], report["exact"], report["reasons"]) == (4, True, [])
     assert [report[key] for key in ("streams", "completed", "errors")] == [3, 3, 0]
     assert [report[key] for key in ("tokens_lost", "tokens_repeated", "tokens_different")] == [
         0,
@@ -183,17 +185,21 @@ def test_gaps_and_tfs_come_from_the_clients_side() -> None:
 
 
 def test_a_recovery_that_was_decided_twice_is_one_wait() -> None:
-    """The client sees a pause, not the attempts within it."""
-    faulted = [stream(0, 0.8, 0.9, 1.3), stream(1, 0.85, 0.95, 1.55)]
+    """The client sees a pause, not the attempts within it. Before the first token it begins with
+    the first decision.
+    """
+    faulted = [stream(0, 0.8, 0.9, 1.3), stream(1, 1.51, 1.52)]
     recoveries = [
         recovery("s0", "migrate"),
         recovery("s0", "recompute", 1.1),
-        recovery("s1", "migrate"),
+        recovery("s1", "start", produced_tokens=0),
+        recovery("s1", "start", 1.2, produced_tokens=0),
     ]
 
     report = build_report(faulted, faulted, recoveries, [KILL], {})
 
-    assert report["gap_s"]["p50"] == pytest.approx(0.5)
+    assert report["gap_s"]["p50"] == pytest.approx(0.45)
+    assert report["gap_s"]["max"] == pytest.approx(0.5)
 
 
 def test_times_of_another_clock_are_a_bug() -> None:
@@ -229,6 +235,21 @@ def test_recoveries_from_an_instance_belong_to_the_last_fault_that_hit_it() -> N
     assert [fault["tfs_s"] for fault in rows] == [None, near(0.5), near(0.5), near(0.5)]
 
 
+def test_the_page_begins_with_the_death_and_folds_the_measures_of_papers() -> None:
+    """Recoveries may outnumber the streams that were decoding."""
+    page = render_html(exact_report())
+
+    assert "kill d0: 2 streams were decoding, 1 on their way there; recoveries: 1 abort" in page
+    assert re.search(r"<summary>Measures of papers.*TFS.*300\.0 ms", page)
+
+
+def test_each_option_that_ends_in_a_token_has_its_own_colour() -> None:
+    """Bars of two options are never alike."""
+    assert {*OPTION_COLORS} == {*Option} - {Option.ABORT}
+    for scheme in (0, 1):
+        assert len({colors[scheme] for colors in OPTION_COLORS.values()}) == len(OPTION_COLORS)
+
+
 def test_costs_are_listed_where_both_are_known() -> None:
     """A recovery that never ended has no real cost."""
     assert [*exact_report()["recovery_options"]] == ["migrate", "recompute"]
@@ -251,7 +272,32 @@ def test_the_terminal_table_shows_verdict_and_both_runs() -> None:
 
     assert "Exact: 3 of 3 streams" in shown
     assert "kill [red]d0[/] at 1.00 s" in shown
-    assert re.search(r"TFS.*300\.0 ms", shown)
+    assert re.search(r"hit: decoding / on their way there +2 / 1", shown)
+    assert re.search(r"pause of a stream p50 / longest +500\.0 / 600\.0 ms", shown)
+    assert "TFS" not in shown
+
+
+def test_a_busy_machine_and_a_late_client_are_notes_and_no_warnings() -> None:
+    """Neither is a failure of what was measured; a calm machine is not mentioned."""
+    report = exact_report()
+    calm = in_terminal(report)
+    report["machine"]["cpu_pressure"] = 0.98
+    report["runs"]["fault"] |= {"late": 2}
+
+    shown, page = " ".join(in_terminal(report).split()), render_html(report)
+
+    assert "busy" not in calm
+    assert "processes waited for a CPU in 98% of the time" in shown
+    assert "sent 2 of 3 requests more than 50 ms late" in shown
+    assert page.count("<p class=note>") == 2
+    assert "<p class=warning>" not in page
+
+
+def test_the_highest_cpu_pressure_of_the_runs_counts() -> None:
+    """Either run makes the comparison doubtful."""
+    report = build_report([], [], [], [], {}, cpu_pressures=[0.2, None, 0.9])
+
+    assert report["machine"]["cpu_pressure"] == 0.9
 
 
 def test_the_terminal_table_fits_into_80_columns() -> None:
@@ -388,10 +434,10 @@ def test_reports_in_80_columns_keep_the_names_of_their_rows(
 def test_a_report_that_lacks_what_the_table_shows_is_named(kept: list[Path]) -> None:
     """Files come from outside: one line, no traceback."""
     report = json.loads((kept[0] / "report.json").read_text())
-    del report["groups"]
+    del report["gap_s"]
     write_report(report, kept[0] / "report.json")
 
     result = CliRunner().invoke(app, ["lab", "report", str(kept[0])])
 
     assert isinstance(result.exception, ReportError)
-    assert "lacks what a table shows: 'groups'" in str(result.exception)
+    assert "lacks what a table shows: 'gap_s'" in str(result.exception)
