@@ -98,7 +98,7 @@ def up(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The end of the terminal must not end a cluster under nohup.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: upkeep.stop.set())
+            signal.signal(number, lambda *_: upkeep.end())
     if preset is not None:
         say(preset.line)
     with Cluster(settings, say, proxies, ray, launch) as cluster:

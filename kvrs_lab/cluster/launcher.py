@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -52,6 +53,7 @@ from kvrs_lab.cluster.supervised import MachineSupervisor, StartWait, wait_ready
 from kvrs_lab.cluster.victims import closing_process, open_processes
 
 STOP_TIMEOUT_S = 15.0
+_LOOK_INTERVAL_S = 0.05
 
 
 class Cluster:
@@ -165,9 +167,9 @@ class Cluster:
                 return self.state(number)
         return self.state(len(self.proxies) - 1)
 
-    def kill(self, *names: InstanceId) -> list[int]:
-        """SIGKILL instances and agents that are up, all at once; return their process ids by the
-        state. An instance with worker processes loses these. Killed processes are started again.
+    def kill(self, *names: InstanceId, number: signal.Signals = signal.SIGKILL) -> list[int]:
+        """Signal instances and agents that are up, all at once; return their process ids by the
+        state. An instance with worker processes loses these. Ended processes are started again.
 
         Raises:
             LaunchError: an instance or agent is not up, so none was killed.
@@ -185,7 +187,7 @@ class Cluster:
             ]
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    signal.pidfd_send_signal(process, number)
         return [int(rows[name]["pid"]) for name in names]
 
     def wait_all_up(self, timeout_s: float | None = None) -> float:
@@ -218,6 +220,13 @@ class Cluster:
             health |= state["proxies"][0]["peers"]
             down |= {name: each for name, each in health.items() if each != "up"}
         return down
+
+    def drain(self, cut: threading.Event) -> None:
+        """End the proxies as their drain settings say, until all have ended or `cut` is set."""
+        for proxy in self.proxies:
+            proxy.drain()
+        while not (all(proxy.is_over for proxy in self.proxies) or cut.wait(_LOOK_INTERVAL_S)):
+            continue
 
     def _start(self) -> None:
         security = self.config.security

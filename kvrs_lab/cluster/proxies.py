@@ -66,14 +66,26 @@ class ProxyProcess(Supervised):
             self._process.send_signal(number)
             return self._process.pid
 
+    @property
+    def is_over(self) -> bool:
+        """True when no process runs and none will be started."""
+        return not self._thread.is_alive()
+
+    def drain(self) -> None:
+        """End the process without a successor, as its drain settings say."""
+        self._end(signal.SIGTERM)
+
     def stop(self) -> None:
         """End the process without a successor and without draining."""
+        # Two equal signals may arrive as one.
+        self._end(signal.SIGTERM, signal.SIGINT)
+
+    def _end(self, *numbers: int) -> None:
         with self._lock:
             self._closing.set()
             if self._process is not None:
-                # Two equal signals may arrive as one.
-                self._process.send_signal(signal.SIGTERM)
-                self._process.send_signal(signal.SIGINT)
+                for number in numbers:
+                    self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> None:
         if self._process is not None:

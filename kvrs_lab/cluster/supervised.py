@@ -58,8 +58,13 @@ class ProcessStatus:
     """State of one process."""
 
     starts: int = 0
-    has_served: bool = False
+    served: int = 0  # Number of the last start that served.
     fault: str | None = None  # Reason of a failure to serve.
+    down_s: float | None = None  # Time from the last end until a successor served.
+
+    @property
+    def has_served(self) -> bool:
+        return self.served > 0
 
 
 class Supervised(ABC):
@@ -71,6 +76,7 @@ class Supervised(ABC):
         """
         self.status = ProcessStatus(starts)
         self._pauses_s = pauses_s
+        self._ended_s: float | None = None  # Time of the end of the last process that served.
         self._closing = threading.Event()
         self._lock = threading.Lock()  # Guards against a start after the end has begun.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -91,7 +97,7 @@ class Supervised(ABC):
             except (OSError, KvrsError) as error:
                 failure, is_made = f"cannot be started: {error}", False
             if failure is None:
-                failures = 0
+                failures, self._ended_s = 0, time.monotonic()
             elif not self._closing.is_set():
                 failures += 1
                 self.status.fault = self._fault(failure, failures)
@@ -111,7 +117,9 @@ class Supervised(ABC):
         return failure or None
 
     def _note_served(self) -> None:
-        self.status.has_served, self.status.fault = True, None
+        if self._ended_s is not None:
+            self.status.down_s = time.monotonic() - self._ended_s
+        self.status.served, self.status.fault = self.status.starts, None
 
 
 class WithLine(Supervised):

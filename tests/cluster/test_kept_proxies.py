@@ -171,7 +171,7 @@ def test_a_failing_proxy_is_restarted_from_time_to_time_while_others_serve(
     cluster, others = Cluster.__new__(Cluster), ProxyProcess(ProxySettings(), spawned, lambda: "")
     cluster.proxies = [spawned.kept, others]
     cluster._ray = LoopbackRay(Config(), RunDirectory())
-    others.status.has_served = True
+    others.status.served = 1
 
     spawned.kept.signal(signal.SIGKILL)
     fault = spawned.until_fault()

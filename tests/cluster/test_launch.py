@@ -5,13 +5,16 @@ signals.
 import re
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.launches import END_S, Launch
+from tests.cluster.launches import END_S, Launch, ask, token_ids, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+TOKENS = 2000  # Seconds of an undisturbed stream.
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_a_signal_ends_a_start_that_is_under_way(
 def test_a_running_cluster_ends_clean_by_signal(
     launch: Callable[..., Launch], tiny_llama: str, number: signal.Signals
 ) -> None:
-    """A second signal changes nothing."""
+    """A second signal hastens the end at most."""
     # A forked one has what SIGHUP does from the tests, which may run below `nohup`.
     started = launch("--model", tiny_llama, forked=number is not signal.SIGHUP)
     started.wait_for_output("kvrs is up")
@@ -88,4 +91,27 @@ def test_a_running_cluster_ends_clean_by_signal(
 
     assert started.process.wait(END_S) == 0
     assert started.output.endswith("ending\n"), started.output
+    started.assert_nothing_left()
+
+
+@pytest.mark.parametrize("signals", [1, 2], ids=["one", "two"])
+def test_the_first_signal_drains_and_the_second_cuts(
+    launch: Callable[..., Launch], tiny_llama: str, signals: int
+) -> None:
+    """An open stream has every token after one signal, and ends at once after two."""
+    started = launch("--model", tiny_llama, forked=True)
+    started.wait_for_output("kvrs is up")
+    url, admin = started.urls
+
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(token_ids, url, [5, 6, 7], TOKENS)
+        until(lambda: ask("GET", f"{admin}/kvrs/v1/state")["streams"])
+        for _ in range(signals):
+            started.signal_group(signal.SIGTERM)
+            started.wait_for_output("draining: streams that still run (1) have 600 s")
+        error = asked.exception()
+
+    assert (error is None) == (signals == 1), error
+    assert error is not None or len(asked.result()) == TOKENS
+    assert started.process.wait(END_S) == 0
     started.assert_nothing_left()

@@ -174,7 +174,7 @@ def test_a_start_that_takes_too_long_says_what_it_waits_for(
     }
 
     def status() -> dict[InstanceId, ProcessStatus]:
-        return {name: ProcessStatus(1, name == "p0") for name in processes}
+        return {name: ProcessStatus(1, served=int(name == "p0")) for name in processes}
 
     with pytest.raises(LaunchError) as raised:
         wait_ready(processes, status, lambda name: f"log of {name}", said.append)

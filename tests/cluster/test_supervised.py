@@ -87,7 +87,7 @@ def test_a_first_process_that_cannot_serve_is_not_followed() -> None:
     kept.start()
     kept.join(WAIT_S)
 
-    assert kept.status == supervised.ProcessStatus(1, False, "port: 80 is in use")
+    assert kept.status == supervised.ProcessStatus(1, 0, "port: 80 is in use")
 
 
 @pytest.mark.parametrize("with_spare", [True, False], ids=["with a spare", "without"])

@@ -81,6 +81,7 @@ def test_the_death_of_an_instance_is_printed(up: Launch) -> None:
     os.kill(next(row["pid"] for row in rows if row["id"] == "d0"), signal.SIGKILL)
 
     up.wait_for_output("instance d0 ended and is started again")
+    up.wait_for_output("instance d0 is up again after ")
 
 
 def test_a_closing_terminal_does_not_end_what_nohup_started(up: Launch) -> None:
