@@ -353,6 +353,7 @@ OTHERS = (
     _of("kills", "proxy-responses", 6, "run proxy embedded --api responses"),
     _of("kills", "worlds", 10, "run everything simulated --seed 0"),
     _of("kills", "poison", 3, "run poison simulated"),
+    _of("soak", "soak", 125, "run", quick=(11, "run --minutes 10")),
     _of("simulator", "queueing", 5, "queueing"),
     _of("simulator", "speed", 2, "speed"),
     _of("simulator", "distserve", 5, "distserve", DISTSERVE),

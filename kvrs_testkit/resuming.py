@@ -1,5 +1,5 @@
-"""A client that loses its proxy and resumes at another one (docs/guide/proxies.md), and the
-comparison of its stream with a quiet run.
+"""A client of completions and chats that loses its proxy and resumes at another one
+(docs/guide/proxies.md), and the comparison of its stream with a quiet run.
 
 Every event of a keyed stream holds the count of tokens so far, so each client checks by itself that
 none is missing and none comes twice; only the quiet run shows that they are the right ones.
@@ -39,8 +39,14 @@ class _Usage(msgspec.Struct):
     completion_tokens: int
 
 
+class _Message(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
+    delta: _Message = _Message()
+    message: _Message = _Message()
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -128,8 +134,10 @@ class Clients:
         had.asked += 1
         began = False
         try:
+            body = self._bodies[had.request]
+            path = "chat/completions" if "messages" in body else "completions"
             async with self._session.post(
-                f"{url}/v1/completions", json=self._bodies[had.request], headers=headers
+                f"{url}/v1/{path}", json=body, headers=headers
             ) as response:
                 if response.status != 200:
                     self._refused(
@@ -137,6 +145,9 @@ class Clients:
                     )
                     return
                 had.began = began = True
+                if not body["stream"]:
+                    self._note(had, _events.decode(await response.read()))
+                    had.done = True
                 while not had.done and had.failure is None:
                     raw = await response.content.readuntil(b"\n\n")
                     self._take(had, without_comments(raw))
@@ -163,15 +174,19 @@ class Clients:
             if had.failure is None:
                 raise aiohttp.ClientPayloadError  # Try another proxy.
             return
+        self._note(had, event)
+        if b"id" in lines:
+            self._count(had, lines[b"id"].decode())
+
+    def _note(self, had: Had, event: _Event) -> None:
+        """Add an event of a stream, or the whole answer."""
         for choice in event.choices:
             had.ids += choice.token_ids or []
             had.token_times_s += [time.monotonic()] * len(choice.token_ids or [])
-            had.text += choice.text
+            had.text += choice.text or choice.delta.content or choice.message.content or ""
             had.finish_reason = choice.finish_reason or had.finish_reason
         if event.usage is not None:
             had.usage = event.usage.completion_tokens
-        if b"id" in lines:
-            self._count(had, lines[b"id"].decode())
 
     def _count(self, had: Had, event_id: str) -> None:
         """The count of tokens so far, by the event's id; finish and usage count as one each after
