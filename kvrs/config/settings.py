@@ -136,7 +136,10 @@ class _Constructor(yaml.constructor.SafeConstructor):
         return super().construct_mapping(node, deep)
 
 
-_Constructor.add_constructor("tag:yaml.org,2002:float", _Constructor.construct_yaml_float)
+# The stubs know constructors of loaders only.
+_Constructor.add_constructor(  # type: ignore[type-var]
+    "tag:yaml.org,2002:float", _Constructor.construct_yaml_float
+)
 
 
 class _YamlLoader(_Constructor, yaml.SafeLoader):
