@@ -1,5 +1,7 @@
 """The laboratory's commands, `kvrs lab`, which `kvrs` finds by an entry point."""
 
+from collections.abc import Callable
+
 import typer
 
 from kvrs.cli.examples import examples as epilog_of
@@ -10,10 +12,11 @@ app = typer.Typer(
     no_args_is_help=True,
     help="The laboratory: clusters on this machine, replays, simulations and reports.",
 )
-for panel, commands in {
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Real clusters": (running.demo, running.up, measuring.replay, measuring.report),
     "Research": (measuring.simulate, measuring.compare, measuring.tune, explaining.explain),
-}.items():
+}
+for panel, commands in _PANELS.items():
     for command in commands:
         epilog = epilog_of(command.__name__, EXAMPLES)
         app.command(epilog=epilog, rich_help_panel=panel)(command)
