@@ -1,5 +1,5 @@
-"""The main job as a user runs it: real processes, a real SIGKILL, the unmodified `openai` client,
-and nothing left behind.
+"""The main job as a user runs it: real processes, a real SIGKILL, the unmodified `openai` and
+`anthropic` clients, and nothing left behind.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import psutil
 import pytest
@@ -197,6 +198,35 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(END_S) == 0
     up.assert_nothing_left(pids)
+
+
+def test_up_serves_the_anthropic_client_through_a_kill(up: UpCluster) -> None:
+    """A message is the same with a killed instance, and its events are whole."""
+    client = anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{up.port}", api_key="unused", max_retries=0
+    )
+    ask: dict[str, Any] = {
+        "model": client.models.list().data[0].id,
+        "messages": [{"role": "user", "content": "ka lo mi ren sta"}],
+        "max_tokens": 1000,  # So many that the stream runs when it is looked for.
+        "extra_body": {"temperature": 0.8, "seed": 7, "ignore_eos": True},
+    }
+    expected = client.messages.create(**ask)
+
+    victim = None
+    with client.messages.stream(**ask) as stream:
+        for text in stream.text_stream:
+            if victim is None and text:
+                (row,) = up.state()["streams"]
+                victim = up.instance(row["decode"])
+                os.kill(victim["pid"], signal.SIGKILL)
+        message = stream.get_final_message()
+
+    assert victim is not None
+    assert message.content[0].text == expected.content[0].text  # type: ignore[union-attr]
+    assert message.stop_reason == expected.stop_reason
+    assert message.usage.output_tokens == expected.usage.output_tokens
+    assert [recovery["outcome"] for recovery in up.state()["recoveries"]] == ["resumed"]
 
 
 @pytest.mark.parametrize(

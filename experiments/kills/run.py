@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "policy": {"type": PolicyName, "choices": list(PolicyName)},
     "backup": {"type": BackupMode, "choices": list(BackupMode)},
     "load": {"choices": ["generated", "trace"], "help": "trace: Mooncake's conversations"},
-    "api": {"choices": ["completions", "responses"]},
+    "api": {"choices": ["completions", "responses", "messages"]},
     "option": {"choices": list(vllm.POLICIES), "help": "default: one behind the other"},
     "streams": {"type": int, "help": "of each series"},
     "kills": {"type": int},
