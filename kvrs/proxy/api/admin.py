@@ -111,6 +111,7 @@ class Admin:
 
     def _sample(self) -> None:
         driver, ttft, now_s = self._driver, self._streams.ttft, self._driver.clock()
+        since_s = now_s - INTERVAL_S
         hits = driver.control.policy.prefix_hits.values()
         counts = Counts(
             driver.control.progress.tokens,
@@ -121,9 +122,17 @@ class Admin:
         )
         journals = [live.journal for live in driver.streams.values()]
         pauses_s = [now_s - each.last_write_s for each in journals if each.last_write_s is not None]
-        pauses_s += driver.recoveries.gaps_since(now_s - INTERVAL_S)
+        pauses_s += driver.recoveries.gaps_since(since_s)
         longest_s = max(pauses_s, default=None)
-        self._history.sample(counts, len(journals), longest_s, now_s, time.time())
+        ttfts_s = [
+            each.first_write_s - each.arrived_s
+            for each in journals
+            # A stream of another proxy had its first token there.
+            if each.first_write_s is not None
+            and each.first_write_s > since_s
+            and not each.owner_epoch
+        ]
+        self._history.sample(counts, len(journals), longest_s, now_s, time.time(), ttfts_s=ttfts_s)
 
     def _described(self, describe: Describe) -> dict[str, Any]:
         return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())

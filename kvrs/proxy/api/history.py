@@ -1,6 +1,7 @@
 """A proxy's last 15 minutes in steps of 5 s, for the curves of the live page. Pure."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 INTERVAL_S = 5.0
@@ -22,7 +23,8 @@ class Sample(NamedTuple):
 
     at_s: float  # Unix time of the sample's end.
     tokens_per_s: float
-    ttft_s: float | None  # Mean of the streams that have ended.
+    # Mean of the open streams that got their first token, else of the streams that ended.
+    ttft_s: float | None
     streams: int
     pause_s: float | None  # Longest pause of a stream.
     hit_share: float | None  # Share of new prompts' tokens that instances had cached.
@@ -34,20 +36,33 @@ class History:
         self._last: tuple[float, Counts] | None = None
 
     def sample(
-        self, counts: Counts, streams: int, pause_s: float | None, now_s: float, wall_s: float
+        self,
+        counts: Counts,
+        streams: int,
+        pause_s: float | None,
+        now_s: float,
+        wall_s: float,
+        *,
+        ttfts_s: Sequence[float] = (),
     ) -> None:
-        """Add what has happened since the last call; the first call only sets the beginning."""
+        """Add what has happened since the last call; the first call only sets the beginning.
+        `ttfts_s`: of the open streams that got their first token.
+        """
         last, self._last = self._last, (now_s, counts)
         if last is None or now_s <= last[0]:
             return
         seconds, before = now_s - last[0], last[1]
-        ttfts, prompt = counts.ttfts - before.ttfts, counts.prompt_tokens - before.prompt_tokens
+        ttfts, ttft_sum_s = len(ttfts_s), sum(ttfts_s)
+        if not ttfts:
+            ttfts = counts.ttfts - before.ttfts
+            ttft_sum_s = counts.ttft_sum_s - before.ttft_sum_s
+        prompt = counts.prompt_tokens - before.prompt_tokens
         cached = counts.cached_tokens - before.cached_tokens
         self._samples.append(
             Sample(
                 round(wall_s),
                 round((counts.tokens - before.tokens) / seconds, 1),
-                round((counts.ttft_sum_s - before.ttft_sum_s) / ttfts, 4) if ttfts else None,
+                round(ttft_sum_s / ttfts, 4) if ttfts else None,
                 streams,
                 None if pause_s is None else round(pause_s, 3),
                 # Counts of an instance that has restarted begin at 0 again.

@@ -184,13 +184,15 @@ def test_a_sample_has_what_happened_since_the_one_before() -> None:
     history.sample(Counts(350, 4, 2.5, 1200, 550), 4, 0.2, 15.0, 1e9 + 5)
     history.sample(Counts(350, 4, 2.5, 1300, 0), 0, None, 20.0, 1e9 + 10)
 
+    history.sample(Counts(400, 5, 9.5, 1300, 0), 1, 0.1, 25.0, 1e9 + 15, ttfts_s=[0.1, 0.3])
+
     assert history.columns() == {
-        "at_s": [1e9 + 5, 1e9 + 10],
-        "tokens_per_s": [50.0, 0.0],
-        "ttft_s": [0.75, None],
-        "streams": [4, 0],
-        "pause_s": [0.2, None],
-        "hit_share": [0.25, None],
+        "at_s": [1e9 + 5, 1e9 + 10, 1e9 + 15],
+        "tokens_per_s": [50.0, 0.0, 10.0],
+        "ttft_s": [0.75, None, 0.2],
+        "streams": [4, 0, 1],
+        "pause_s": [0.2, None, 0.1],
+        "hit_share": [0.25, None, None],
     }
 
 
