@@ -93,7 +93,7 @@ def busy_sentence(report: Report) -> str | None:
         return None
     return (
         f"This machine was busy: processes waited for a CPU in {pressure:.0%} of the time, so the "
-        f"times below say little about kvrs. Exactness does not depend on them."
+        f"times below may be the machine's. Exactness does not depend on them."
     )
 
 
