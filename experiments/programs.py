@@ -52,6 +52,7 @@ DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 SPLITWISE = _variable("SPLITWISE_HOME", "a checkout of splitwise-sim")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
 SGLANG = _variable("KVRS_SGLANG_PYTHON", "the interpreter of an environment with SGLang")
+KUBERNETES = _variable("KUBECONFIG", "the file of an API server of Kubernetes without machines")
 NAMESPACES = Need("network namespaces", _namespaces_missing)
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
 
@@ -397,6 +398,7 @@ OTHERS = (
     _of("field_requests", "field_requests", 4),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
+    _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )
 
