@@ -292,7 +292,9 @@ def as_text(figures: dict[str, Any]) -> str:
     ]
     judged = ", ".join(JUDGED)
     lines += [
-        f"bars of {judged}: {MOST_GROWTH:.0%} of memory, {MOST_DESCRIPTORS} descriptors",
+        f"bars of {judged}: {MOST_GROWTH:.0%} of memory, {MOST_DESCRIPTORS} descriptors"
+        if figures["growth"]
+        else "too short to judge memory and descriptors",
         *(f"MISSED: {each}" for each in figures["missed"]),
     ]
     return "\n".join([*lines, "FAILED" if figures["missed"] else "PASSED"]) + "\n"
