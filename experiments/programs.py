@@ -143,7 +143,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         _of("healthy_path", "healthy_path", 2, quick=(0.5, "run --pairs 4 --seconds 4")),
         _of("crossover", "crossover", 5, quick=(1.3, "run --repeats 2")),
         _of("crossover", "hand_off", 4, "hand_off", quick=(0.8, "hand_off --repeats 2")),
-        _of("load_skew", "load_skew", 22, quick=(2, "run --shares 90 --repeats 1 --seconds 30")),
+        _of("load_skew", "load_skew", 22, quick=(1.9, "run --shares 90 --repeats 1 --seconds 30")),
         _of(
             *("load_skew", "rates", 55, "rates --repeats 10 --limit-s 3600"),
             quick=(1.3, "rates --rates 4.1 4.3 --repeats 1 --seconds 15"),
@@ -175,13 +175,8 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             is_virtual=True,
         ),
         _of(
-            *("lumen", "paper", 80, "paper --exhibits B.1 B.6 B.7 --jobs 2"),
-            quick=(1, "paper --exhibits B.1 --seeds 1 --jobs 2"),
-            is_virtual=True,
-        ),
-        _of(
             *("lumen", "loads", 60, "paper --exhibits B.2 B.3 --jobs 2"),
-            quick=(2.4, "paper --exhibits B.2 --cases 10x1:1.7 --seeds 1 --jobs 2"),
+            quick=(1, "paper --exhibits B.2 --cases 10x1:1.2 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
@@ -200,13 +195,22 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("lumen", "ten_workers", 15),
-            "paper --exhibits B.1 B.6 B.7 --keep ten_workers --jobs 2",
-            quick=(0.7, "paper --exhibits B.1 --keep ten_workers --seeds 1 --jobs 2"),
+            "paper --exhibits B.1 B.6 B.7 --jobs 2",
+            quick=(0.7, "paper --exhibits B.1 --seeds 1 --jobs 2"),
             is_virtual=True,
         ),
         _of(
             *("lumen", "prototype", 60, "paper --exhibits A.1 A.3 A.4 --jobs 2"),
-            quick=(1.8, "paper --exhibits A.1 --cases 4x1 --seeds 1 --jobs 2"),
+            quick=(1.5, "paper --exhibits A.1 --cases 8x1 --seeds 1 --jobs 2"),
+            is_virtual=True,
+        ),
+        _of(
+            *("lumen", "prototype_four", 20),
+            "paper --exhibits A.1 --cases 4x1 --keep prototype_four --jobs 2",
+            quick=(
+                2.5,
+                "paper --exhibits A.1 --cases 4x1 --keep prototype_four --seeds 1 --jobs 2",
+            ),
             is_virtual=True,
         ),
         _of(
@@ -277,12 +281,12 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("anchortp", "recovery", 25),
-            quick=(1.2, "run --quick --requests 16 --disk-bytes-per-s 1e6"),
+            quick=(1.1, "run --quick --requests 16 --disk-bytes-per-s 1e6"),
         ),
         _of("anchortp", "in_place", 13, "in_place", quick=(0.8, "in_place --streams 100")),
         _of(
             *("experts", "cpu", 17, "cpu --steps 30 --seeds 3 --rows 128"),
-            quick=(1.5, "cpu --tiny --steps 2 --rows 32"),
+            quick=(1, "cpu --tiny --steps 2 --rows 32"),
         ),
         _of(
             *("experts", "lost_ranks", 60, "lost_ranks"),
@@ -297,7 +301,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("pipelines", "knees", 2, "knees --jobs 2"),
-            quick=(0.6, "knees --nodes 8 --jobs 2"),
+            quick=(0.5, "knees --nodes 8 --jobs 2"),
             is_virtual=True,
         ),
         _of("pipelines", "capacity", 9, "capacity", quick=(2, "capacity --rates 2 --load-s 8")),
