@@ -356,6 +356,7 @@ OTHERS = (
     _of("kills", "proxy-3-sync", 5, "run proxy embedded --proxies 3 --mirror sync"),
     _of("kills", "proxy-mix", 10, "run proxy embedded --mix --kills 40"),
     _of("kills", "proxy-responses", 6, "run proxy embedded --api responses"),
+    _of("kills", "proxy-mix-messages", 6, "run proxy embedded --api messages --mix --kills 40"),
     _of("kills", "worlds", 10, "run everything simulated --seed 0"),
     _of("kills", "poison", 3, "run poison simulated"),
     _of("soak", "soak", 125, "run", quick=(11, "run --minutes 10")),
