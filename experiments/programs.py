@@ -322,6 +322,11 @@ _UNCLEAR = "4,6,7,9,11,13,17,19,22,25,26,27,33"
 
 OTHERS = (
     _of("lumen", "fit", 10, "fit", is_virtual=True),
+    _of(
+        *("lumen", "eight_workers", 4),
+        "paper --exhibits B.5 --cases 8x1 --keep eight_workers --jobs 2",
+        is_virtual=True,
+    ),
     _of("lumen", "beside_prompts", 0.2, "beside_prompts", is_virtual=True),
     _of("request_path", "gauge", 1, "gauge"),
     _of("request_path", "size", 1, "size"),
