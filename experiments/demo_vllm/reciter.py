@@ -8,18 +8,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrs_engine.engine.random_model import BEGIN, END, LAYERS, VOCAB, llama_config, write_model
 
-REQUEST = "Read me the first page of Alice in Wonderland."
-# Lewis Carroll, 1865.
+REQUEST = "Tell me about the night the lighthouse went dark."
 PAGE = (
-    " Alice was beginning to get very tired of sitting by her sister on the bank, and of having"
-    " nothing to do: once or twice she had peeped into the book her sister was reading, but it"
-    " had no pictures or conversations in it, and what is the use of a book, thought Alice,"
-    " without pictures or conversations? So she was considering in her own mind, as well as she"
-    " could, for the hot day made her feel very sleepy and stupid, whether the pleasure of"
-    " making a daisy-chain would be worth the trouble of getting up and picking the daisies,"
-    " when suddenly a White Rabbit with pink eyes ran close by her. There was nothing so very"
-    " remarkable in that; nor did Alice think it so very much out of the way to hear the Rabbit"
-    " say to itself, Oh dear! Oh dear! I shall be late!"
+    " The storm came over the bay before supper, and by nine o'clock the wind had put out every"
+    " lamp in the village but one. Up in the tower the old keeper heard the engine cough, then"
+    " stop, and for the length of a breath there was no light on the water at all. Three boats"
+    " were still out there, counting on it. She did not run down to see what had broken. She had"
+    " kept a second lamp trimmed and filled beside the first for thirty years, and nobody had"
+    " ever asked her why. She struck one match, turned the lens by hand, and picked up the beat"
+    " exactly where it had stopped. In the morning the fishermen thanked the engine for its good"
+    " work, and the keeper smiled, for not one of them had noticed that it had died."
 )
 _STEPS, _ENOUGH = 600, 0.005
 

@@ -23,7 +23,7 @@ from kvrs.net.admin import AdminClient, AdminError
 from kvrs_testkit.vllm_rows import RowServers
 from kvrs_testkit.vllm_servers import PYTHON_ENV, START_TIMEOUT_S, VllmServers
 
-TOKENS = 175  # Of the reciter's page.
+TOKENS = 167  # Of the reciter's page.
 KILL_AT = 120
 SEED = 7
 PROMPT = "ka lo mi ren sta vor ti el"
