@@ -119,14 +119,14 @@ ALONE := $(shell unshare --net true 2>/dev/null && echo 'unshare --net sh -c '"'
 	PYTHON=$(PYTHON) tests/sglang/install.sh .venv-sglang
 	@touch $@
 
-# The contract, and a proxy before real servers, of another version of an engine: `make check-vllm VERSION=0.33.0`
-# in an environment of its own (3 GB), or in that of KVRS_VLLM_PYTHON (KVRS_SGLANG_PYTHON).
+# The contract, and a proxy before real servers, of another version of an engine: `make check-vllm
+# ENGINE_VERSION=0.33.0` in an environment of its own (3 GB), or in that of KVRS_VLLM_PYTHON.
 CHECKED = KVRS_$(shell echo $* | tr a-z A-Z)_PYTHON
 
 check-vllm check-sglang: check-%: install
-	@test -n "$(VERSION)$($(CHECKED))" || { echo "got neither VERSION nor $(CHECKED)" >&2; exit 2; }
-	$(if $(VERSION),PYTHON=$(PYTHON) tests/$*/install.sh .venv-$*-$(VERSION) $(VERSION))
-	$(if $(VERSION),$(CHECKED)=$(CURDIR)/.venv-$*-$(VERSION)/bin/python) OMP_NUM_THREADS=1 \
+	@test -n "$(ENGINE_VERSION)$($(CHECKED))" || { echo "got neither ENGINE_VERSION nor $(CHECKED)" >&2; exit 2; }
+	$(if $(ENGINE_VERSION),PYTHON=$(PYTHON) tests/$*/install.sh .venv-$*-$(ENGINE_VERSION) $(ENGINE_VERSION))
+	$(if $(ENGINE_VERSION),$(CHECKED)=$(CURDIR)/.venv-$*-$(ENGINE_VERSION)/bin/python) OMP_NUM_THREADS=1 \
 		$(if $(filter sglang,$*),$(ALONE)) $(BIN)/python -m pytest -s -m $* \
 		tests/backends/test_backend_contract.py tests/$*/test_$*_proxy.py
 

@@ -310,7 +310,7 @@ def _engine_versions(config: Config, rows: list[Row]) -> Iterator[Finding]:
         if any(version == each or version.startswith(f"{each}.") for each in tested):
             yield good("engine version", value)
         else:
-            remedy = f"make check-{backend} VERSION={version} (kvrs docs upgrades)"
+            remedy = f"make check-{backend} ENGINE_VERSION={version} (kvrs docs upgrades)"
             yield doubtful("engine version", value, f"tested: {', '.join(tested)}", remedy)
 
 
