@@ -234,5 +234,5 @@ async def test_the_command_of_the_readme_works_as_printed() -> None:
                 answer: Any = await response.json()
 
     assert answer["usage"]["completion_tokens"] == 6
-    assert "pip install ./kvrs" in readme
+    assert "pip install . " in readme
     assert "pip install kvrs" not in readme
