@@ -63,13 +63,16 @@ def settings(*, distserve: bool = False) -> Config:
 
 
 def behind_door(config: Config, node: int, handoff: Handoff) -> dict[str, Any]:
-    """The configuration of one node's proxy: its own prefill instance and both decode instances."""
+    """The configuration of one node's proxy: its own pair, and with hand-offs that may leave it the
+    other decode instances too.
+    """
     document = config.model_dump(mode="json")
-    for index, other in enumerate(document["cluster"]["nodes"]):
-        if index != node:
-            other["instances"] = [
-                instance for instance in other["instances"] if instance["role"] == "decode"
-            ]
+    nodes = document["cluster"]["nodes"]
+    if handoff is Handoff.OWN_PAIR:
+        document["cluster"]["nodes"] = nodes[node : node + 1]
+    else:
+        other = nodes[1 - node]
+        other["instances"] = [each for each in other["instances"] if each["role"] == "decode"]
     document["policy"]["handoff"] = handoff.value
     return document
 
