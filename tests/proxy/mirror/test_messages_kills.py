@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvrs.protocol.mirror import BatchAnswer, SentPrompt, Update
-from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from tests.proxy.mirror.late_mirror import hold_mirror
 
 REQUEST: dict[str, Any] = {
     "model": "scripted",
@@ -86,16 +85,8 @@ async def test_a_client_gets_only_events_that_the_mirror_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise another proxy could number other events like those that the client has."""
-    mirror, answers = ProxyPeer.mirror, asyncio.Event()
-
-    async def mirror_late(
-        self: ProxyPeer, updates: list[Update], sent: list[SentPrompt]
-    ) -> BatchAnswer:
-        await answers.wait()
-        return await mirror(self, updates, sent)
-
     async with open_proxy_group(2) as group:
-        monkeypatch.setattr(ProxyPeer, "mirror", mirror_late)
+        answers = hold_mirror(monkeypatch)
         reader = Reader(group, "k")
         reading = asyncio.create_task(reader.read(0))
         await group.until(

@@ -7,11 +7,11 @@ from typing import Any
 import openai
 import pytest
 
-from kvrs.protocol.mirror import BatchAnswer, SentPrompt, Update
-from kvrs.proxy.mirror.peers import ProxyPeer
+from kvrs.protocol.mirror import Update
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import WITHIN_S
+from tests.proxy.mirror.late_mirror import hold_mirror
 
 REQUEST: dict[str, Any] = {
     "model": "scripted",
@@ -134,20 +134,12 @@ async def test_a_response_is_cancelled_before_its_record_is_mirrored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A proxy that has just taken it over does not begin to produce what nothing reads."""
-    mirror, answers = ProxyPeer.mirror, asyncio.Event()
-
-    async def mirror_late(
-        self: ProxyPeer, updates: list[Update], sent: list[SentPrompt]
-    ) -> BatchAnswer:
-        await answers.wait()
-        return await mirror(self, updates, sent)
-
     group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
     begun = await clients[0].responses.create(**REQUEST | {"input": "play emoji."})
     async with asyncio.timeout(WITHIN_S):
         while not (await clients[1].responses.retrieve(begun.id)).output_text:
             await asyncio.sleep(0.01)
-    monkeypatch.setattr(ProxyPeer, "mirror", mirror_late)
+    answers = hold_mirror(monkeypatch)
     await group.kill(0)
     polling = asyncio.create_task(clients[1].responses.retrieve(begun.id))
     async with asyncio.timeout(WITHIN_S):
@@ -166,18 +158,13 @@ async def test_a_deleted_response_does_not_come_back_from_what_was_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its record reaches the mirror after the order to drop it."""
-    mirror, answers, arrived = ProxyPeer.mirror, asyncio.Event(), list[str]()
+    arrived = list[str]()
 
-    async def mirror_late(
-        self: ProxyPeer, updates: list[Update], sent: list[SentPrompt]
-    ) -> BatchAnswer:
-        await answers.wait()
-        answer = await mirror(self, updates, sent)
+    def note(updates: list[Update]) -> None:
         arrived.extend(update.key for update in updates if update.header is not None)
-        return answer
 
     group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
-    monkeypatch.setattr(ProxyPeer, "mirror", mirror_late)
+    answers = hold_mirror(monkeypatch, note)
     deleted = await clients[0].responses.create(**REQUEST)
     await clients[1].responses.delete(deleted.id)
     answers.set()
