@@ -2,19 +2,22 @@
 sampled; and the sums of what its clients got.
 """
 
+import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import count, product
 from typing import Any
 
-from kvrs_testkit.resuming import BARS, Had, Way, verdict
+from kvrs_testkit.resuming import BARS, Clients, Had, Way, verdict
 
 EACH = 3  # Requests of each kind.
 # Prompt and output, from and to. A chat's words take about three tokens each.
 TOKENS = {"short": ((8, 60), (8, 40)), "long": ((200, 440), (120, 300))}
 WORDS = ("ka", "lo", "mi", "rue", "santo", "be", "quil", "dor")
 # Of ten clients six resume a stream by `Last-Event-ID`, and four ask for all of it again.
+EVERY_S = 5.0
 WAYS = [Way.REPLAY if number % 5 in (1, 3) else Way.CONTINUE for number in range(16)]
 
 
@@ -43,6 +46,38 @@ def _body(
         "stream": streams,
         **({"stream_options": {"include_usage": True}} if streams else {}),
     }
+
+
+class Load:
+    """Clients that begin a stream every `EVERY_S`, until stopped; a late one catches up. Requests
+    and proxies take turns, so that the records of any five minutes are of one size.
+    """
+
+    def __init__(self, clients: Clients, requests: int, seed: int) -> None:
+        self._clients = clients
+        self._rng = random.Random(seed)
+        self._order = self._rng.sample(range(requests), requests)
+        self._turns = count()
+        self._stop = False
+        self.found: list[Had] = []
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._client(number, way) for number, way in enumerate(WAYS)))
+
+    def stop(self) -> None:
+        self._stop = True
+
+    async def _client(self, number: int, way: Way) -> None:
+        begin_s = time.monotonic() + EVERY_S * number / len(WAYS)
+        while True:
+            await asyncio.sleep(max(0.0, begin_s - time.monotonic()))
+            if self._stop:
+                return
+            begin_s += EVERY_S
+            round_, turn = divmod(next(self._turns), len(self._order))
+            key = f"key-{self._rng.getrandbits(128):032x}"
+            had = await self._clients.read(self._order[turn], way, key, turn + round_)
+            self.found.append(had)
 
 
 class Sums:

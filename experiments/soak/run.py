@@ -32,14 +32,14 @@ from experiments.soak.growth import (
     kind_of,
     read,
 )
-from experiments.soak.load import WAYS, Sums, requests
+from experiments.soak.load import Load, Sums, requests
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.net.admin import AdminError
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.demo import LINK_BYTES_PER_S, PACE
-from kvrs_testkit.resuming import BARS, Clients, Load, quiet_run
+from kvrs_testkit.resuming import BARS, Clients, quiet_run
 
 MINUTE_S = 60.0
 SAMPLE_S = 10.0
@@ -94,7 +94,7 @@ class Soak:
         asked = requests(self._seed)
         clients = Clients(self._session, lambda: self._cluster.urls, asked)
         self.sums = Sums(await quiet_run(clients, len(asked)))
-        self._load = Load(clients, WAYS, len(asked), self._seed)
+        self._load = Load(clients, len(asked), self._seed)
         self._began_s = time.monotonic()
         loading = asyncio.create_task(self._load.run())
         sampling = asyncio.create_task(self._sample())
