@@ -29,7 +29,7 @@ def test_a_section_is_printed_by_its_anchor() -> None:
 
     printed = CliRunner().invoke(app, ["docs", "docs/guide/vllm.md#start"]).stdout
 
-    assert printed == "## Start" + text.partition("## Start")[2].partition("## Aliases")[0]
+    assert printed == "## Start" + text.partition("## Start")[2].partition("## What")[0]
     assert "### With a file" in printed
     error = CliRunner().invoke(app, ["docs", "vllm#stop"]).exception
     assert str(error).startswith("got section 'stop'; allowed: start, with-a-file, ")
