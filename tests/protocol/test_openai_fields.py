@@ -281,7 +281,7 @@ def documented() -> str:
         values = ", ".join(f"`{msgspec.json.encode(each).decode()}`" for each in row.neutral)
         shown = f"`{row.name}`" + (f" ({values})" if values else "")
         grouped.setdefault((where, *treatments, seam), []).append(shown)
-    head = ["fields", "endpoint", *BACKENDS, "after a cut at a stock engine"]
+    head = ["fields", "endpoint", *BACKENDS, "after a cut (not embedded)"]
     lines = [head, ["---"] * len(head)]
     lines += [[", ".join(fields), *rest] for rest, fields in grouped.items()]
     return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in lines)
