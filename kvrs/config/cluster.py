@@ -273,7 +273,7 @@ class ClusterSettings(Settings):
     engine: EngineSettings = Field(
         default=EngineSettings(), json_schema_extra=EMBEDDED_OR_DISTSERVE
     )
-    """The engine; DistServe reads its pace and its seed."""
+    """The engine; DistServe reads its device, page_size_tokens, pages, pace and seed."""
     allow_faults: bool = False
     """Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
     """
