@@ -16,7 +16,7 @@ from kvrs.config.schema import DOCS_PAGE, description, json_schema
 from kvrs.config.settings import ENGINES
 
 _HEADER = (
-    "Every key of the configuration with its default. A file needs only what differs. "
+    "Every key of the configuration with its default. A file only needs the settings that differ. "
     "`kvrs config check FILE` reports all mistakes at once, `kvrs config init` writes a first file."
 )
 _ROOT = Path(__file__).parents[1]
@@ -184,47 +184,52 @@ def _range(node: dict[str, Any]) -> str:
 _INTRODUCTION = """\
 # Configuration
 
-Every process of kvrs reads one YAML file. A file needs only what differs from the defaults;
-[kvrs.example.yaml](kvrs.example.yaml) holds all of them. This page and the example are made of the
-settings classes in `kvrs/config` by `make reference`.
+Every process of kvrs reads one YAML file, which only needs the settings that differ from their
+defaults. [kvrs.example.yaml](kvrs.example.yaml) contains all settings. Begin with `kvrs config
+init`:
 
-| command | does |
+| command | what it does |
 | --- | --- |
-| `kvrs config init FILE --for SITUATION` | writes a first file with comments |
-| `kvrs config check FILE ...` | reports everything that is wrong, and starts nothing |
-| `kvrs config show FILE` | prints the configuration in effect, and where each value comes from, \
-without defaults that its engine does not read (`--json`: with them) |
+| `kvrs config init FILE --for ENGINE` | writes a first file with comments, for `vllm`, `sglang`, \
+`distserve` or `embedded` |
+| `kvrs config check FILE ...` | reports everything that is wrong with files, and starts nothing |
+| `kvrs config show FILE` | prints the configuration in effect and the origin of each value, \
+without defaults that the engine does not read (`--json`: with them) |
 | `kvrs config schema` | prints the JSON schema, for editors and other checkers |
 
-`kvrs config check` also looks for what cannot work although every value is in its range: files,
-certificates and models that are not there, pages that hold no request of `max_model_len` or do not
-fit into memory, checkpoints that do not fit, a port that is used twice. `--elsewhere` checks a file
-for other machines: it looks up no files. `kvrs proxy` refuses a file for the same reasons, but for
-files that only engines or agents read.
-
-An unknown key, a value of the wrong type or out of its range is an error. Numbers may have an
+An unknown key, or a value of the wrong type or out of range, is an error. Numbers may have an
 exponent (`20e6`), but no unit: the end of a key is its unit. `[]` in a key stands for each item of
 a list.
 
+`kvrs config check` also finds values that are in range but cannot work: missing files, certificates
+and models, KV pages that hold no request of `max_model_len` or exceed the memory, checkpoints that
+exceed it, a port that is used twice. `--elsewhere` checks a file for other machines, without
+looking for the files that it names. `kvrs proxy` refuses a file for the same reasons, except for
+missing files that only engines or agents read.
+
+This page and the example are generated from the settings classes in `kvrs/config` by `make
+reference`.
+
 ## The environment
 
-A variable overrides a setting of the file; an option of the command line overrides both.
+An environment variable overrides a setting of the file, and a command-line option overrides both.
 `kvrs config show` names the variable beside the value.
 
 | variable | sets |
 | --- | --- |
 | `KVRS_PROXY__PORT=80` | `proxy.port`: the path in capitals, two underscores between its parts |
-| `KVRS_SECURITY__HOSTS='[gpu-1, gpu-2]'` | a list or a section as a whole, as YAML or JSON |
+| `KVRS_SECURITY__HOSTS='[gpu-1, gpu-2]'` | a whole list or section, as YAML or JSON |
 
-A value is YAML, as in the file: text that looks like a number is quoted once more
-(`KVRS_PROXY__ID='"7"'`). A list is given whole; one item of it takes `${NAME}` in the file. A
-variable with two underscores that names no setting is an error, which names the nearest one. A
-variable with one is no setting, since Kubernetes sets `KVRS_PORT` for a service called `kvrs`;
-`kvrs config check` notes one that has the name of a setting or a section.
+Values are YAML, as in the file: quote text that looks like a number once more
+(`KVRS_PROXY__ID='"7"'`). A list is set as a whole; for one item of it use `${NAME}` in the file. A
+variable with two underscores that names no setting is an error, and the message names the nearest
+setting. A variable with one underscore is not a setting, because Kubernetes sets `KVRS_PORT` for a
+service called `kvrs`; `kvrs config check` reports one that looks like a setting or a section.
 
-`${NAME}` in a value of the file is replaced by the variable NAME, which must be set, and
-`${NAME:-default}` by the default if it is not set or empty; `$${` is a literal `${`. Without quotes
-the result is read as YAML, so that `port: ${PORT}` is a number; in quotes it is text.
+`${NAME}` in a value of the file is replaced by the variable NAME, which must be set.
+`${NAME:-default}` is replaced by the default if the variable is not set or empty, and `$${` by a
+literal `${`. Without quotes the result is read as YAML, so `port: ${PORT}` is a number; in quotes
+it is text.
 
 ```yaml
 cluster:
@@ -237,10 +242,10 @@ cluster:
       port: ${PORT:-9000}
 ```
 
-`kvrs lab up`, `proxy`, `agent`, `simulate` and `config` read the environment; processes that `kvrs
-lab up` starts do not read it again. Secrets are no settings: `KVRS_SECRET`, `KVRS_ADMIN_TOKEN`,
-`KVRS_KEYS`, `KVRS_VLLM_API_KEY` and `KVRS_SGLANG_API_KEY` are read where they are used, never
-shown, and refused in `${}`."""
+`kvrs lab up`, `proxy`, `agent`, `lab simulate` and `config` read the environment; processes that
+`kvrs lab up` starts do not read it again. Secrets are not settings: `KVRS_SECRET`,
+`KVRS_ADMIN_TOKEN`, `KVRS_KEYS`, `KVRS_VLLM_API_KEY` and `KVRS_SGLANG_API_KEY` are read where they
+are used, are never shown, and are refused in `${}`."""
 
 
 def main() -> None:

@@ -40,15 +40,17 @@ class AgentSettings(Settings):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
-    """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs lab up`."""
+    """Port at which checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs lab
+    up`.
+    """
     row_port: int | None = Field(default=None, ge=1, le=65535, json_schema_extra=STOCK)
-    """Where servers and agents of other nodes read rows of vLLM's CPU tier, and servers pages of
-    SGLang's. null: they are served to the own node alone.
+    """Port at which servers and agents of other nodes read rows of vLLM's CPU tier, and servers
+    read pages of SGLang. null: only the own node is served.
     """
     gossip_port: int = Field(default=0, ge=0, le=65535)
-    """UDP. 0: any free port, chosen once by `kvrs lab up`."""
+    """UDP port for gossip. 0: any free port, chosen once by `kvrs lab up`."""
     bind: Host | None = None
-    """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
+    """Address its ports listen on, such as 0.0.0.0 or ::. null: `host`."""
 
     def bound(self, host: str) -> str:
         """Return the address to listen at: `bind`, or else the `host` at which others reach the
@@ -63,14 +65,14 @@ class AgentSettings(Settings):
 
 class BackupSettings(Settings):
     mode: BackupMode = Field(default=BackupMode.OFF, strict=False)
-    """off, local (own node: survives process and GPU), remote (another node: survives the node),
-    both, peer (in the pool of another instance, of another node where there is one; no agent; in a
-    group each stage in the host of another instance's).
+    """Holder of checkpoints: off, local (agent of the own node: survives process and GPU), remote
+    (agent of another node: survives the node), both, peer (pool of another instance, on another
+    node if there is one; no agent. In a group, each stage in a host of another instance).
     """
     placement: Placement = Field(
         default=Placement.LOAD, strict=False, json_schema_extra=EMBEDDED_OR_DISTSERVE
     )
-    """How the agent for a remote checkpoint is chosen: load (queueing delay and restore pressure),
+    """Choice of the agent for a remote checkpoint: load (queueing delay and restore pressure),
     fixed (next node), random.
     """
     alpha: float = Field(default=1.0, ge=0, le=1000, json_schema_extra=EMBEDDED_OR_DISTSERVE)
@@ -78,13 +80,12 @@ class BackupSettings(Settings):
     capacity_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Memory of one agent for checkpoints."""
     host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)
-    """Assumed rate from an agent's memory into instances of its node, until these have measured it.
-    """
+    """Assumed rate from an agent's memory into instances of its node, until it is measured."""
     staging_pages: int = Field(default=64, ge=1, le=65536, json_schema_extra=EMBEDDED_OR_DISTSERVE)
-    """Pages that an instance holds for sending at a time."""
+    """Most pages that an instance holds for sending at a time."""
     directory: str = "/dev/shm"  # noqa: S108 - a directory of its own in it, private.
-    """Where an agent's pages lie, in a directory of its own without access for others, and the
-    socket of rows, in one that its group may enter.
+    """Directory below which an agent keeps its pages (in a private directory) and the socket of
+    rows (in one that its group may enter).
     """
 
     @property
@@ -114,7 +115,7 @@ class BackupSettings(Settings):
 class StatePlaneSettings(Settings):
     enabled: bool = False
     """The agent of a node owns the memory of its instances' weights and KV, below
-    `backup.directory`: a process that is started again finds both there, and the instances of a
-    node share one copy of the weights. It also keeps the weights of `speculation.draft`. Only for
-    the embedded engine on a CPU.
+    `backup.directory`. A restarted process finds both there, and the instances of a node share one
+    copy of the weights. The agent also keeps the weights of `speculation.draft`. Only for the
+    embedded engine on a CPU.
     """

@@ -56,8 +56,8 @@ class StageHostSettings(Settings):
     host: Host = "127.0.0.1"
     """Address of the stage's port, as the instance reaches it."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs lab
-    up`.
+    """Port to which the instance sends batches and pages. 0: any free port, chosen once by `kvrs
+    lab up`.
     """
 
 
@@ -68,7 +68,7 @@ def stage_host_id(instance: str, stage: int) -> InstanceId:
 
 class InstanceSettings(Settings):
     id: InstanceId = Field(min_length=1, max_length=64, pattern=NAME)
-    """Its name, unique in the cluster: letters, digits and `._-`."""
+    """Name of the instance, unique in the cluster: letters, digits and `._-`."""
     role: Role = Field(strict=False)
     """prefill, decode or both."""
     host: Host = "127.0.0.1"
@@ -78,28 +78,31 @@ class InstanceSettings(Settings):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the HTTP API. 0: any free port, chosen once by `kvrs lab up`."""
     page_port: int = Field(default=0, ge=0, le=65535, json_schema_extra=EMBEDDED_OR_DISTSERVE)
-    """Where its pages are pulled from. 0: any free port, chosen once by `kvrs lab up`."""
+    """Port from which other processes fetch its KV pages. 0: any free port, chosen once by `kvrs
+    lab up`.
+    """
     bind: Host | None = Field(default=None, json_schema_extra=EMBEDDED_OR_DISTSERVE)
-    """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
+    """Address its ports listen on, such as 0.0.0.0 or ::. null: `host`."""
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
-    """Ranks that compute each layer together, each some of its heads and tiles (tensor parallel).
+    """Ranks that compute each layer together, each a part of its heads and tiles (tensor
+    parallelism).
     """
     pp: int = Field(default=1, ge=1, le=MAX_RANKS, json_schema_extra=EMBEDDED)
-    """Stages, each of `tp` ranks and of as many layers as the others (pipeline parallel)."""
+    """Stages with equally many layers, each of `tp` ranks (pipeline parallelism)."""
     stage_hosts: list[StageHostSettings] = Field(
         default=[], max_length=MAX_RANKS, json_schema_extra=EMBEDDED
     )
-    """For each of the last stages, or for all, in their order, the process that has its ranks. The
-    stages before have theirs below the instance's own process. A host outlives that process, and
-    keeps the stage's weights for the next one; a lost host is waited for, or that of another
-    instance of the `group` is used (elastic.enabled).
+    """Processes that run the ranks of the last stages, or of all stages, in their order. The stages
+    before them run below the instance's own process. Such a process outlives the instance's
+    process, and keeps the stage's weights for the next one. If it is lost, the instance waits for
+    it, or borrows that of another instance of the `group` (elastic.enabled).
     """
     group: str | None = Field(
         default=None, min_length=1, max_length=64, pattern=NAME, json_schema_extra=EMBEDDED
     )
-    """Instances of one group lend each other the hosts of their stages: a lost host's stage is also
-    computed by that of another instance, until there is a new one. They have `stage_hosts` for all
-    stages, and are divided equally. null: it lends and borrows nothing.
+    """Instances of one group lend each other their stage hosts: the host of another instance also
+    computes the stage of a lost host, until there is a new one. Each of them has `stage_hosts` for
+    all stages, with equal divisions. null: no lending and no borrowing.
     """
 
     @model_validator(mode="after")
@@ -163,16 +166,16 @@ _SELECTOR = f"^{_LABEL}(,{_LABEL})*$"
 
 class NodeSettings(Settings):
     id: NodeId = Field(min_length=1, max_length=64, pattern=NAME)
-    """Its name, unique in the cluster: letters, digits and `._-`."""
+    """Name of the node, unique in the cluster: letters, digits and `._-`."""
     instances: list[InstanceSettings] = Field(default=[])
-    """The engines on this node: at least one, or a stage of another node's (`stage_hosts`)."""
+    """Engines on this node: at least one, or a stage of another node's instance (`stage_hosts`)."""
     agent: AgentSettings = AgentSettings()
     """The node's agent, which runs with backup or gossip."""
     ray: str | None = Field(
         default=None, min_length=1, max_length=256, json_schema_extra=EMBEDDED_OR_DISTSERVE
     )
-    """For `kvrs lab up --ray`: a resource of Ray. The node lies on any machine that has it, in
-    place of the one at `host`, and takes 1 of it.
+    """For `kvrs lab up --ray`: a resource of Ray. The node runs on any machine that has this
+    resource, instead of the one at `host`, and takes 1 of it.
     """
 
     @property
@@ -183,21 +186,21 @@ class NodeSettings(Settings):
 
 class ServiceSettings(Settings):
     id: str = Field(min_length=1, max_length=24, pattern=NAME)  # An instance's id is `ID-ADDRESS`.
-    """Its name, unique in the cluster: the instance at 10.0.0.7 is `ID-10.0.0.7`."""
+    """Name of the service, unique in the cluster. The instance at 10.0.0.7 is `ID-10.0.0.7`."""
     host: Host | None = None
-    """A name that DNS answers with the address of each instance."""
+    """Name that DNS resolves to the address of each instance."""
     pods: str | None = Field(default=None, max_length=512, pattern=_SELECTOR)
-    """In place of a name, labels of pods: `kvrs.io/role=decode,kvrs.io/model=m`. The API of
-    Kubernetes tells at once which there are; needs `pip install 'kvrs[kubernetes]'`.
+    """Instead of `host`, labels of pods: `kvrs.io/role=decode,kvrs.io/model=m`. The API of
+    Kubernetes reports changes at once; needs `pip install 'kvrs[kubernetes]'`.
     """
     namespace: str = Field(default="default", min_length=1, max_length=63, pattern=NAME)
-    """That of the pods."""
+    """Namespace of the pods."""
     follow_nodes: bool = False
     """With pods: drain the instances on a node that is cordoned, not ready or under pressure. The
     account needs the verb `get` on `nodes`.
     """
     port: int = Field(ge=1, le=65535)
-    """Port of the HTTP API, the same for all of them."""
+    """Port of the HTTP API, the same for all instances of the service."""
     role: Role = Field(strict=False)
     """prefill or decode."""
 
@@ -278,12 +281,12 @@ class ClusterSettings(Settings):
     """Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
     """
     drain_s: float = Field(default=30.0, ge=0, le=3600)
-    """The longest time that a draining instance waits for its streams to be moved."""
+    """Longest time that a draining instance waits for its streams to be moved."""
     nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2))
     """The machines, each with its instances and its agent."""
     services: list[ServiceSettings] = Field(default=[], max_length=64, json_schema_extra=VLLM)
-    """Host names that are looked up every 5 s: each address is an instance, on
-    a node of its own, beside those of `nodes` (docs/guide/fleet.md).
+    """Instances found by DNS or by labels of pods, beside those of `nodes`: each address is an
+    instance on a node of its own. DNS names are looked up every 5 s (docs/guide/fleet.md).
     """
 
     @property

@@ -14,28 +14,28 @@ class BatchSettings(Settings):
     """Settings that the scheduler reads."""
 
     page_size_tokens: int = Field(default=16, ge=1, le=1024)
-    """Tokens of a KV page; a power of two."""
+    """Tokens per KV page; a power of two."""
     pages: int = Field(default=2048, ge=2, le=1 << 24)
     """KV pages of one instance."""
     max_batch_tokens: int = Field(default=256, ge=1, le=1 << 20)
-    """Tokens computed per step: decode first, then chunks of prefill."""
+    """Most tokens computed per step: decode first, then chunks of prefill."""
     max_running: int = Field(default=64, ge=1, le=1 << 16)
-    """Sequences that own pages at a time."""
+    """Most sequences that own pages at a time."""
     max_model_len: int = Field(default=2048, ge=2, le=1 << 24)
-    """Tokens of prompt and output together."""
+    """Most tokens of prompt and output together."""
 
 
 class EngineSettings(BatchSettings):
     device: Literal["cpu", "cuda"] = "cpu"
     """cpu or cuda."""
     pace: str | None = None
-    """Name of a profile: the engine sleeps so that each step takes that profile's time. Real tokens
-    and KV, another GPU's clock.
+    """Name of a profile: the engine sleeps so that each step takes that profile's time. Tokens and
+    KV are real; only the pace is another GPU's.
     """
     disk_bytes_per_s: float | None = Field(default=None, gt=0)
-    """Rate at which weights are read, also those of a draft model, which come first; with `pace`,
-    of the profile's model. Ranks of one process that read at the same time share it. null: as fast
-    as the disk gives them, in simulations 2 GB/s.
+    """Rate at which weights are read, including those of a draft model, which come first; with
+    `pace`, those of the profile's model. Ranks of one process that read at the same time share it.
+    null: as fast as the disk allows, in simulations 2 GB/s.
     """
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the weights of the generated model."""
@@ -53,14 +53,14 @@ class ExpertSettings(Settings):
     """Section `elastic.experts`: models with mixtures of experts on several ranks."""
 
     layout: Literal["whole", "split"] = "whole"
-    """whole: a rank has as few experts as possible, each as a whole where shares allow it. split:
-    each rank has parts of every expert, so that none has more to do whatever is chosen, and all
-    compute for every expert; for models whose experts are wide enough to have parts.
+    """whole: a rank has as few experts as possible, and complete ones if shares allow it. split:
+    each rank has a part of every expert, so that all ranks have equal work whatever experts are
+    chosen; for models whose experts are wide enough to be divided.
     """
     room_share: float = Field(default=0.1, ge=0, le=8)
-    """Memory of a rank for copies of experts that are chosen often, as a part of that of its own
-    weights. Ranks share the rows of these, where that makes the ranks that have most to do faster.
-    No bit of a result depends on it. Not for instances with `stage_hosts`. 0: there are no copies.
+    """Memory of a rank for copies of experts that are chosen often, relative to its own weights.
+    Ranks share the rows of these experts if that makes the busiest ranks faster. Results do not
+    depend on it. Not for instances with `stage_hosts`. 0: no copies.
     """
 
 
@@ -70,27 +70,27 @@ Planner = Literal["on_demand", "cmm"]
 
 class ElasticSettings(Settings):
     enabled: bool = True
-    """An instance of several ranks that loses one goes on with the others, in the same process and
-    with the same streams, and grows back. false: a lost rank ends its instance.
+    """An instance that loses one of several ranks continues with the others, in the same process
+    and with the same streams, and grows back. false: a lost rank ends its instance.
     """
     spread_heads: bool = False
-    """Each rank computes KV heads that cannot be divided evenly among the ranks for its own share
-    of the streams. With as many streams as ranks, or more, no rank then has more to do than
-    another. Every rank has the weights of such heads; where they have no room, heads are whole.
-    false: some of the ranks compute these heads for all streams.
+    """For KV heads that cannot be divided evenly, each rank computes them for its own share of the
+    streams, so that with at least as many streams as ranks all ranks have equal work. Every rank
+    then has the weights of these heads; without room for these, the setting has no effect. false:
+    some of the ranks compute these heads for all streams.
     """
     planner: Planner = "on_demand"
-    """How the weights are divided anew when ranks are lost, leave or join. on_demand: a rank keeps
-    what it has, and what was lost is dealt to all (RaidServe). cmm: each rank gets an even share of
-    consecutive units, copied from ranks that have it and read where none has (AnchorTP's Continuous
-    Minimal Migration). Both read the same bytes, cmm mostly copies more.
+    """How weights are divided again when ranks are lost, leave or join. on_demand: a rank keeps its
+    weights, and lost ones are distributed to all (RaidServe). cmm: each rank gets an even share of
+    consecutive units, copied from ranks that have it and otherwise read (AnchorTP's Continuous
+    Minimal Migration). Both read the same bytes; cmm usually copies more.
     """
     min_ranks: int = Field(default=1, ge=1, le=4096)
-    """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most
-    the ranks of the smallest instance of several ranks.
+    """Fewest ranks with which an instance serves; with fewer it starts the lost ones again, or
+    ends. At most the ranks of the smallest instance that has several ranks.
     """
     least_gain: float = Field(default=0.1, ge=0, le=1)
-    """The least gain for which a stage is lent: min(1, (1 - busy share of the donor's stage) / busy
+    """Least gain for which a stage is lent: min(1, (1 - busy share of the donor's stage) / busy
     share of the lost one).
     """
     experts: ExpertSettings = ExpertSettings()

@@ -27,11 +27,11 @@ class LogOptions(TypedDict):
 
 class LogSettings(Settings):
     format: LogFormat = Field(default=LogFormat.CONSOLE, strict=False)
-    """console: one line of words and key=value; json: one object a line."""
+    """console: a line of words and key=value; json: an object per line."""
     level: LogLevel = Field(default=LogLevel.INFO, strict=False)
-    """The least that is logged; `kvrs --log-level` and KVRS_LOG_LEVEL come first."""
+    """Lowest level that is logged; `kvrs --log-level` and KVRS_LOG_LEVEL override it."""
     access: bool = False
-    """A line for each request of a client (docs/guide/monitoring.md#logs)."""
+    """Log a line for each request of a client (docs/guide/monitoring.md#logs)."""
 
     @property
     def options(self) -> LogOptions:

@@ -61,17 +61,18 @@ class RecoverySettings(Settings):
     Retry-After, or an error event.
     """
     role_wait_s: float = Field(default=5.0, ge=0, le=3600)
-    """The same for a request that has begun nowhere, once every instance that could do prefill, or
-    decode, was lost: as long as those take that are started again at once.
+    """The same for a request that has not begun anywhere, after every prefill or every decode
+    instance was lost: long enough for instances that are restarted at once.
     """
     gather_s: float = Field(default=0.01, ge=0, le=10)
     """Losses within this time are handled as one event."""
     max_attempts: int = Field(default=8, ge=1, le=100)
-    """Failures of one stream without a token in between. Moves and busy answers do not count."""
+    """Most failures of one stream without a token in between. Moves and busy answers do not count.
+    """
     poison_deaths: int = Field(default=3, ge=2, le=10)
-    """Instances that die while one request waits there for its first token, without a token in
-    between, before it is refused (422). Deaths with a known cause from outside do not count. With 2
-    a poisoned request ends one instance less, and innocent ones are refused in outages.
+    """Instances that may die in a row while one request waits there for its first token, before the
+    request is refused (422). Deaths with a known external cause do not count. With 2 a poisoned
+    request kills one instance less, but innocent requests are refused in outages.
     """
 
 
@@ -83,32 +84,34 @@ class AdmissionSettings(Settings):
 class PolicySettings(Settings):
     name: PolicyName = Field(default=PolicyName.AUTO, strict=False)
     """How victims are recovered: always_migrate, always_recompute, always_restore, rom (by prompt
-    and bandwidth), auto (by predicted cost).
+    length and bandwidth), auto (by predicted cost).
     """
     handoff: Handoff = Field(default=Handoff.OWN_PAIR, strict=False)
     """Decode instance of a hand-off: own_pair (as planned), rom (by queues and bytes), auto."""
     route: Route = Field(default=Route.PREFIX, strict=False)
-    """Instance that computes a prompt: prefix (queue, and computing behind what it has cached),
-    load (queue).
-    """
+    """Prefill instance of a new prompt: prefix (by queue and uncached tokens), load (by queue)."""
     dispatch: Dispatch = Field(default=Dispatch.REBALANCE, strict=False)
-    """Targets of the victims of one event: holders, rebalance (holders, evened out), least_loaded.
+    """Targets of the victims of one event: holders (of their KV), rebalance (holders, evened out),
+    least_loaded.
     """
     restored_at: RestoredAt = Field(default=RestoredAt.ANYWHERE, strict=False)
-    """Instances that restore a checkpoint: anywhere, holder (those of its agent's node: at another
-    one a victim is computed again, as in LUMEN).
+    """Instances that may restore a checkpoint: anywhere, holder (only those on the agent's node;
+    elsewhere a victim is recomputed, as in LUMEN).
     """
     correction_max: float = Field(default=4.0, ge=1, le=100)
-    """Predictions learn from real costs by a moving average (EWMA), by at most this factor either
-    way. 1: never. Its weight (0.2) and half-life (300 s) are constants.
+    """Largest factor, either way, by which predictions are corrected from real costs. The
+    correction is a moving average (EWMA) with a fixed weight (0.2) and half-life (300 s). 1: no
+    correction.
     """
     slots_max: int = Field(default=32, ge=1, le=1024)
-    """Recovery transfers into one target at a time; of all proxies where its node has an agent."""
+    """Most recovery transfers into one target at a time; over all proxies if the target's node has
+    an agent.
+    """
     slot_lease_s: float = Field(default=30.0, gt=0, le=3600)
-    """A transfer that outlives its slot is given up and decided again."""
+    """A transfer that takes longer is given up, and its stream is decided again."""
     assumed_link_bytes_per_s: float = Field(default=1.25e9, gt=0)
-    """Assumed bandwidth of a link that has not been measured. The default is 10 Gbit/s. Once it is
-    measured, a moving average (EWMA) with a time constant of 2 s, not a setting, replaces it.
+    """Assumed bandwidth of a link until it is measured; the default is 10 Gbit/s. Measurements are
+    averaged (EWMA) with a fixed time constant of 2 s.
     """
     admission: AdmissionSettings = AdmissionSettings()
     """Admission of new requests."""
@@ -118,10 +121,12 @@ class PolicySettings(Settings):
 
 class SloSettings(Settings):
     abort: bool = False
-    """Give up at once on a stream that no option can bring back within `recovery_gap_s`."""
+    """Give up at once on a stream that no option can continue in time, by the deadlines of this
+    section or of its headers.
+    """
     ttft_s: float | None = Field(default=None, gt=0, le=86400)
-    """Time until the first token. A client overrides it with the header x-kvrs-ttft-s."""
+    """Longest time to the first token; for one request, header x-kvrs-ttft-s."""
     recovery_gap_s: float = Field(default=10.0, gt=0, le=3600)
-    """The longest pause that a client should see; header x-kvrs-recovery-gap-s."""
+    """Longest pause that a client should see; for one request, header x-kvrs-recovery-gap-s."""
     deadline_s: float | None = Field(default=None, gt=0, le=86400)
-    """Time until the last token; header x-kvrs-deadline-s."""
+    """Longest time to the last token; for one request, header x-kvrs-deadline-s."""

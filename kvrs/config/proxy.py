@@ -54,15 +54,17 @@ def are_workers_of_one(one: str, other: str) -> bool:
 
 class PeerSettings(Settings):
     id: str = Field(min_length=1, max_length=MAX_ID, pattern=NAME)
-    """Its `proxy.id`."""
+    """`proxy.id` of the other proxy."""
     host: Host = "127.0.0.1"
-    """Where its `proxy.peer_port` is reached: an address, or a name, which is resolved for each new
+    """Address or name at which its `proxy.peer_port` is reached; a name is resolved for each new
     connection.
     """
     peer_port: int = Field(ge=1, le=65535)
-    """Its `proxy.peer_port`."""
+    """`proxy.peer_port` of the other proxy."""
     workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
-    """Its `proxy.workers`: beyond 1 they are ID.0, ID.1, ... at this port and those that follow."""
+    """`proxy.workers` of the other proxy. Several workers are ID.0, ID.1, ..., at this port and the
+    following ones.
+    """
 
     @model_validator(mode="after")
     def _check_last(self) -> Self:
@@ -82,7 +84,7 @@ class PeerSettings(Settings):
 
 class ProxySettings(Settings):
     id: str = Field(default="proxy-0", min_length=1, max_length=MAX_ID, pattern=NAME)
-    """Its name among proxies, nodes and agents: letters, digits and `._-`."""
+    """Name of this proxy, unique among proxies, nodes and agents: letters, digits and `._-`."""
     host: Host = "127.0.0.1"
     """Address the client port listens on. For addresses beyond loopback see docs/guide/security.md.
     Each other port has a host of its own.
@@ -90,90 +92,96 @@ class ProxySettings(Settings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Client port, for /v1/completions, /v1/models, /health, /readyz. 0: any free port."""
     workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
-    """Proxies that share the clients' port (docs/guide/proxies.md#workers)."""
+    """Processes of this proxy, which share the client port (docs/guide/proxies.md#workers)."""
     allow_anonymous: bool = False
-    """Clients beyond loopback need no key: for a gateway in front that authenticates them."""
+    """Accept clients beyond loopback without a key, because a gateway in front authenticates them.
+    """
     endpoint_picker: bool = False
     """Begin streams at the instances that the endpoint picker of a gateway names in
-    `x-gateway-destination-endpoint`, and tell it the load on request. Only behind a gateway that
-    replaces this header: else clients choose instances (docs/guide/beside.md).
+    `x-gateway-destination-endpoint`, and report the load on request. Only behind a gateway that
+    removes this header from clients' requests; otherwise clients choose instances
+    (docs/guide/beside.md).
     """
     tls: TlsSettings | None = None
     """TLS of the client port (docs/guide/security.md#tls). null: plain HTTP."""
     admin_host: Host = "127.0.0.1"
     """Address the admin port listens on."""
     admin_port: int = Field(default=8001, ge=0, le=65535)
-    """Admin port, for /kvrs/v1/state and /metrics; never open it to clients. 0: any free port.
-    Worker K has the port 10 K above it.
+    """Admin port, for /kvrs/v1/state and /metrics; never open it to clients. 0: any free port. The
+    port of worker K is 10 K higher.
     """
     admin_tls: TlsSettings | None = None
     """TLS of the admin port. null: plain HTTP."""
     gossip_host: Host = "127.0.0.1"
-    """Address the gossip port listens on, and as the other members reach it: an IP address, or a
+    """Address the gossip port listens on, and at which other members reach it: an IP address, or a
     name of this machine.
     """
     gossip_port: int = Field(default=0, ge=0, le=65535)
-    """UDP. 0: any free port; the agents learn it from the proxy."""
+    """UDP port for gossip. 0: any free port, which the agents learn from the proxy."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
-    """Memory for the requests of all clients that are open, and for bodies as they come, at least
-    twice `max_body_bytes`. Beyond it new requests get 503 with Retry-After.
+    """Memory for open requests and incoming bodies of all clients, at least twice `max_body_bytes`.
+    Beyond it new requests get 503 with Retry-After.
     """
     max_streams: int = Field(default=4096, ge=1)
-    """Beyond it new requests get 503 with Retry-After. At most a quarter of the descriptors."""
+    """Most open streams; beyond it new requests get 503 with Retry-After. At most a quarter of the
+    file descriptors.
+    """
     token_gap_s: float = Field(default=10.0, gt=0)
-    """Longest silence of a stream, and of an instance while its event loop stalls or no other could
-    take its streams. Of a stream that has sent its first tokens, and that others could take: 20
-    usual intervals, at least 2 s. Before the first token twice the predicted prefill is added.
+    """Longest silence of a stream, or of an instance whose event loop stalls or whose streams no
+    other instance could take. A stream that has tokens, and that others could take, is moved after
+    20 of its usual intervals, at least 2 s. Before the first token twice the predicted prefill is
+    added.
     """
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time from a request to its first token, or to an answer that has no tokens; beyond it
-    the client gets 504. null: none.
+    """Longest time from a request to its first token, or to its answer if that has no tokens;
+    beyond it the client gets 504. null: no limit.
     """
     load_interval_s: float = Field(default=0.25, gt=0, le=60)
-    """How often instances report their load, and agents what they hold."""
+    """Interval at which instances report their load, and agents what they hold."""
     coalesce_ms: int = Field(default=0, ge=0, le=10)
-    """Tick at which tokens of 16 steady streams and more are read together, which takes less CPU; a
-    token waits for half of it on average, first tokens for none. 0: each token as it comes.
+    """Interval at which tokens of 16 or more steady streams are read together, which takes less
+    CPU. A token waits for half of it on average; first tokens do not wait. 0: each token is read as
+    it arrives.
     """
     event_log: str | None = None
-    """A file for the policy's events and actions as JSON lines, to look back at an
-    incident (`kvrs incidents FILE`).
+    """File to which the policy's events and actions are written as JSON lines, for `kvrs incidents
+    FILE`.
     """
     peer_host: Host = "127.0.0.1"
     """Address the port for the other proxies listens on."""
     peer_port: int = Field(default=0, ge=0, le=65535)
-    """Port for the other proxies (docs/guide/proxies.md). 0: none."""
+    """Port for the other proxies (docs/guide/proxies.md). 0: no such port."""
     peers: list[PeerSettings] = Field(default=[], max_length=MAX_PEERS)
     """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}. The
-    entry of this proxy itself is left out, so that all proxies may have the same list.
+    entry of this proxy itself is ignored, so all proxies may have the same list.
     """
     mirror: MirrorMode = Field(default=MirrorMode.ASYNC, strict=False)
-    """Mirroring of streams with an Idempotency-Key to a peer. sync: no token is sent to the client
-    before a peer has it.
+    """How streams with an Idempotency-Key are mirrored to another proxy. sync: no token is sent to
+    the client before the mirror has it.
     """
     mirror_bytes: int = Field(default=256 << 20, ge=LEAST_MIRROR_BYTES)
-    """Memory for the records of streams that can be resumed, here and at other proxies."""
+    """Memory for the records of resumable streams, of this proxy and of others."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=300)
-    """How long new requests are still taken after SIGTERM, while /readyz says 503, so that load
-    balancers learn of it before requests are refused. A second SIGTERM, or SIGINT, ends it. 0 suits
-    clients that repeat a refused request, and `kvrs lab up`.
+    """Time after SIGTERM in which new requests are still served while /readyz returns 503, so that
+    load balancers notice before requests are refused. A second SIGTERM, or SIGINT, ends it. 0 suits
+    clients that retry refused requests, and `kvrs lab up`.
     """
     drain_s: float = Field(default=600.0, ge=0, le=3600)
-    """How long streams without a key, and all streams if no other proxy stays, may run to their
-    end, after SIGTERM and `drain_delay_s`. The process ends when none is left, or at another
+    """Time after SIGTERM and `drain_delay_s` in which streams without a key may run to their end,
+    and all streams if no other proxy stays. The process ends when none is left, or at another
     signal.
     """
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)
-    """Requests that a plain engine could not continue exactly (docs/guide/openai.md): mark or
-    refuse.
+    """Treatment of requests that the engine could not continue exactly (docs/guide/openai.md): mark
+    or refuse.
     """
     reload_on_change: bool = False
-    """Reload when the file of the configuration has changed, as by SIGHUP."""
+    """Reload when the configuration file has changed, as after SIGHUP."""
     self_test: bool = True
-    """Each process of an instance computes a few tokens once, to test that KV moves and streams are
-    continued exactly (docs/guide/backends.md). false: capabilities are taken as declared.
+    """Test each process of an instance once with a few tokens, whether KV moves and streams
+    continue exactly (docs/guide/backends.md). false: trust the capabilities that it declares.
     """
 
     @field_validator("peers")

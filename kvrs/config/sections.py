@@ -18,13 +18,13 @@ from kvrs.config.transfer import TransferSettings
 
 class Sections(Settings):
     proxy: ProxySettings = ProxySettings()
-    """The process that clients talk to."""
+    """The proxy: its ports, its limits and the other proxies."""
     cluster: ClusterSettings = ClusterSettings()
     """Nodes with their instances and agents, and the engine."""
     policy: PolicySettings = PolicySettings()
     """Admission, hand-off and recovery (docs/guide/policies.md)."""
     slo: SloSettings = SloSettings()
-    """Latency that clients expect, for the order of recoveries and for giving up."""
+    """Latencies that clients expect; they order recoveries, and may end streams."""
     transfer: TransferSettings = TransferSettings()
     """How KV pages move between nodes."""
     backup: BackupSettings = BackupSettings()
@@ -32,25 +32,25 @@ class Sections(Settings):
     state_plane: StatePlaneSettings = Field(
         default=StatePlaneSettings(), json_schema_extra=EMBEDDED
     )
-    """Memory of weights and KV that outlives the processes of instances."""
+    """Memory of weights and KV that survives the processes of instances."""
     elastic: ElasticSettings = Field(default=ElasticSettings(), json_schema_extra=EMBEDDED)
-    """Reaction of an instance of several ranks to the loss of some."""
+    """How an instance with several ranks reacts to the loss of some."""
     speculation: SpeculationSettings = Field(
         default=SpeculationSettings(), json_schema_extra=EMBEDDED
     )
-    """Tokens that are proposed and verified several a step."""
+    """Speculative decoding: several proposed tokens are verified in one step."""
     gossip: GossipSettings = GossipSettings()
-    """Membership and facts, among agents and proxies (docs/guide/gossip.md); seconds are of a
-    node's own time, without the time it was stopped.
+    """Membership and facts, exchanged by agents and proxies (docs/guide/gossip.md). Time in which a
+    node is suspended does not count.
     """
     profiles: ProfileSettings = ProfileSettings()
-    """Measured tables that predictions rest on."""
+    """Tables of measured times, which predictions use."""
     security: SecuritySettings = SecuritySettings()
-    """Secrets, keys and certificates; files only, no secret stands here
+    """Files of secrets, keys and certificates; the configuration itself holds no secret
     (docs/guide/security.md).
     """
     logs: LogSettings = LogSettings()
-    """Logs of proxies and agents to stderr, and of the processes of `kvrs lab up` to their files
+    """Logs of proxies and agents, to stderr; `kvrs lab up` writes those of its processes to files
     (docs/guide/monitoring.md#logs).
     """
 

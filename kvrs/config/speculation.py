@@ -18,19 +18,19 @@ class DraftSourceName(StrEnum):
 
 class SpeculationSettings(Settings):
     source: DraftSourceName = Field(default=DraftSourceName.OFF, strict=False)
-    """Where drafts come from: off, draft (a small model at an instance that is being started again,
-    while its own model loads). They change when tokens come, never which.
+    """Source of drafts: off, draft (a small model, at a restarted instance while its own model
+    loads). Drafts change when tokens come, never which.
     """
     draft: str | None = None
-    """Hugging Face directory of the small model; it has the tokenizer of `cluster.model`. null:
-    with a generated model, one that is generated beside it.
+    """Hugging Face directory of the small model, which has the tokenizer of `cluster.model`. null:
+    if the model is generated, one that is generated with it.
     """
     pace: str | None = None
-    """Name of a profile: the draft model's steps take that profile's time, and so does its load at
-    `cluster.engine.disk_bytes_per_s`.
+    """Name of a profile: the draft model's steps take that profile's time, and so does loading it
+    at `cluster.engine.disk_bytes_per_s`.
     """
     depth: int = Field(default=4, ge=1, le=MOST_DRAFTS)
-    """Drafts of a stream that one step verifies."""
+    """Drafts of one stream that a step verifies."""
 
     @field_validator("source", mode="before")
     @classmethod
