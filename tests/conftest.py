@@ -173,7 +173,8 @@ def vllm_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServ
     # Imported late: it loads torch, which skipped tests do not need.
     from kvrs_testkit.vllm_servers import VllmServers, vllm_config
 
-    with VllmServers(vllm_config(tmp_path_factory.mktemp("vllm")), python) as servers:
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with VllmServers(vllm_config(tmp_path_factory.mktemp("vllm")), python, *flags) as servers:
         servers.start(*servers.names)
         servers.wait_ready(*servers.names)
         yield servers

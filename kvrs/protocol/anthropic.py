@@ -215,6 +215,10 @@ def _tools(fields: Fields) -> Fields:
         function = {"name": string_of(tool, "name", param), "parameters": schema}
         if tool.get("description") is not None:
             function["description"] = tool["description"]
+        if (strict := tool.get("strict")) is not None:
+            if not isinstance(strict, bool):
+                raise not_supported(f"{param}.strict", strict, "true or false")
+            function["strict"] = strict
         made.setdefault("tools", []).append({"type": "function", "function": function})
     match fields.get("tool_choice"):
         case None:

@@ -152,6 +152,10 @@ def test_turns_of_blocks_become_messages(messages: Any, expected: Any) -> None:
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, {}),
         ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]}),
         (
+            {"tools": [TOOL | {"strict": True}]},
+            {"tools": [CHAT_TOOL | {"function": CHAT_TOOL["function"] | {"strict": True}}]},
+        ),
+        (
             {"tools": [TOOL], "tool_choice": {"type": "any"}},
             {"tools": [CHAT_TOOL], "tool_choice": "required"},
         ),
@@ -200,6 +204,7 @@ def test_fields_become_those_of_a_chat(fields: Any, expected: Any) -> None:
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [TOOL | {"strict": "yes"}]}, "tools[0].strict"),
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"output_config": {"task_budget": 1}}, "output_config"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management"),
