@@ -190,8 +190,8 @@ class ServiceSettings(Settings):
     host: Host | None = None
     """Name that DNS resolves to the address of each instance."""
     pods: str | None = Field(default=None, max_length=512, pattern=_SELECTOR)
-    """Instead of `host`, labels of pods: `kvrs.io/role=decode,kvrs.io/model=m`. The API of
-    Kubernetes reports changes at once; needs `pip install 'kvrs[kubernetes]'`.
+    """Instead of `host`, labels of pods, which are listed by the API of Kubernetes:
+    `kvrs.io/role=decode,kvrs.io/model=m`. Needs `pip install 'kvrs[kubernetes]'`.
     """
     namespace: str = Field(default="default", min_length=1, max_length=63, pattern=NAME)
     """Namespace of the pods."""
@@ -286,7 +286,7 @@ class ClusterSettings(Settings):
     """The machines, each with its instances and its agent."""
     services: list[ServiceSettings] = Field(default=[], max_length=64, json_schema_extra=VLLM)
     """Instances found by DNS or by labels of pods, beside those of `nodes`: each address is an
-    instance on a node of its own. DNS names are looked up every 5 s (docs/guide/fleet.md).
+    instance on a node of its own. They are looked up every 5 s (docs/guide/fleet.md).
     """
 
     @property
