@@ -1,7 +1,9 @@
 """Markdown and code agree: folder map, indices of pages and decisions, links, width of lines."""
 
 import ast
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -72,6 +74,32 @@ def test_headings_that_links_name_exist(path: Path) -> None:
     targets = [(path.parent / page if page else path, anchor) for page, anchor in links]
 
     assert [anchor for target, anchor in targets if anchor not in anchors(target)] == []
+
+
+def readme_blocks() -> Iterator[str]:
+    """The indented blocks of commands in the README."""
+    text = (ROOT / "README.md").read_text()
+    return (block[1] for block in re.finditer(r"(?<=\n\n)((?: {4}.*\n)+)", text))
+
+
+@pytest.mark.process
+def test_the_readme_stops_waiting_for_a_cluster_that_did_not_start(tmp_path: Path) -> None:
+    """Its error is shown, and the next command has other ports than the proxy above."""
+    (block,) = [block for block in readme_blocks() if "kvrs lab up" in block]
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    kvrs = tmp_path / "kvrs"
+    kvrs.write_text('#!/bin/sh\n[ "$2" != up ] || { echo "port: in use"; exit 2; }\necho "$@"\n')
+    kvrs.chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    ran = subprocess.run(
+        ["bash", "-c", block], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+
+    assert "port: in use" in ran.stdout
+    assert "lab replay --url" in ran.stdout
+    assert {"8000", "8001"}.isdisjoint(re.findall(r"\b80\d\d\b", block))
 
 
 def test_pages_that_code_names_exist() -> None:

@@ -71,6 +71,7 @@ class Reloads:
             "config_digest": config_digest(self.config),
             # Digest of the file that an operator edits, without found addresses.
             "source_digest": config_digest(self._file_config) if launch is None else launch.digest,
+            "launcher_pid": None if launch is None else launch.pid,
             "command_line": None if line is None else msgspec.to_builtins(line),
             "last_reload_succeeded": self._last_succeeded,
         }

@@ -28,7 +28,7 @@ from kvrs_lab.cluster.victims import (
     pids_of,
 )
 from kvrs_lab.faults.language import Fault, Phase, VictimRole, What, Whom, phase_of
-from kvrs_lab.faults.schedule import DueFault, InstanceView
+from kvrs_lab.faults.schedule import DueFault, InstanceView, possible_victims
 from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.passes import Injection
 
@@ -46,10 +46,12 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
     faults.
 
     Raises:
-        ConfigError: one line per fault with an unknown victim or a refusal.
+        ConfigError: one line per fault with an unknown victim, a refusal, or a process that must
+            not be signalled.
         AdminError: the admin port does not answer.
     """
-    rows = rows_of(await port.state())
+    state = await port.state()
+    rows = rows_of(state)
     members = {
         name: InstanceView(
             VictimRole(row["role"]),
@@ -59,7 +61,7 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
         )
         for name, row in rows.items()
     }
-    mistakes = unknown_victims(faults, members)
+    mistakes = unknown_victims(faults, members) or [*_not_signalled(faults, members, state)]
     if not mistakes and any(fault.what in _ASKED_OF_INSTANCES for fault in faults):
         mistakes = await _refusals(rows.values(), port)
     if mistakes:
@@ -91,6 +93,35 @@ def unknown_victims(
             ]
         mistakes += _unknown_parts(number, whom, members)
     return mistakes
+
+
+def _not_signalled(
+    faults: Sequence[Fault], members: Mapping[InstanceId, InstanceView], state: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a line for each fault that would signal a process of somebody else, or an unknown one.
+
+    Only processes that this laboratory started are signalled: the admin port may be that of another
+    cluster than the user means.
+    """
+    is_ours = any(proxy.get("launcher_pid") for proxy in state.get("proxies", ()))
+    unknown = {name for name, row in rows_of(state).items() if row["pid"] == 0}
+    for number, fault in enumerate(faults):
+        if fault.what in _ASKED_OF_INSTANCES:
+            continue
+        what = f"fault [{number}]: {fault.what.value} of {fault.whom.label}"
+        if not is_ours:
+            yield (
+                f"{what}: this proxy and its instances were not started by kvrs lab up; allowed: "
+                f"kill, stop and slow in a cluster of kvrs lab up"
+            )
+            continue
+        victims = {name for group in possible_victims(fault.whom, members) for name in group}
+        if victims & unknown:
+            allowed = ", ".join(sorted(members.keys() - unknown)) or "none"
+            yield (
+                f"{what}: the process id of {', '.join(sorted(victims & unknown))} is 0 (unknown); "
+                f"allowed: {allowed}"
+            )
 
 
 def _unknown_parts(

@@ -24,6 +24,7 @@ from kvrs.config.distserve import check_home
 from kvrs.config.file import (
     ENV_NAME,
     Config,
+    config_digest,
     read_admin_tokens,
     read_secret,
 )
@@ -71,7 +72,7 @@ class Cluster:
         launch: UpCommand | None = None,
     ) -> None:
         """Check the configuration. `ray` is the address of a Ray cluster whose machines have the
-        nodes; `launch` is the command that proxies show.
+        nodes; `launch` is the command that proxies show, by default this process without a file.
 
         Raises:
             ConfigError: these proxies, or this backend, cannot be started.
@@ -81,7 +82,7 @@ class Cluster:
         self._asked = config
         self._proxy_settings = several_proxies(config.proxy, proxies)
         self._progress = progress
-        self._launch = launch
+        self._launch = launch or UpCommand(os.getpid(), None, config_digest(config))
         self.processes: dict[InstanceId, Process] = {
             process.name: process for process in processes_of(config)
         }
@@ -324,9 +325,9 @@ class Cluster:
             "--no-env",
             "--config",
             str(self._run.config_path(name)),
+            "--launch",
+            msgspec.json.encode(self._launch).decode(),
         ]
-        if self._launch is not None:
-            arguments += ["--launch", msgspec.json.encode(self._launch).decode()]
         return self._run.spawn(name, *arguments)
 
     def check(self) -> None:

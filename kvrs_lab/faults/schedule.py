@@ -1,6 +1,6 @@
 """The schedule of faults: finds the due faults of a list and their victims. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -87,7 +87,7 @@ class FaultSchedule:
             }
             candidates = [
                 group
-                for group in _candidates(fault.whom, up, hit)
+                for group in possible_victims(fault.whom, up, hit)
                 if _is_busy_enough(fault.when, group, up)
             ]
             if candidates:
@@ -129,10 +129,12 @@ def _time_has_come(when: When, elapsed_s: float, requests_sent: int) -> bool:
     return elapsed_s >= (when.at_s or 0.0) and requests_sent >= (when.after_requests or 0)
 
 
-def _candidates(
-    whom: Whom, up: Mapping[InstanceId, InstanceView], hit: set[InstanceId]
+def possible_victims(
+    whom: Whom, up: Mapping[InstanceId, InstanceView], hit: Collection[InstanceId] = ()
 ) -> list[tuple[InstanceId, ...]]:
-    """Groups of candidates: single instances, a role, a whole node, or both ends of a link."""
+    """Groups of candidates that are not `hit` yet: single instances, a role, a whole node, or both
+    ends of a link.
+    """
     if whom.link is not None:
         ends = tuple(sorted(name for name, view in up.items() if view.node in whom.link))
         return [ends] if {up[name].node for name in ends} == set(whom.link) else []

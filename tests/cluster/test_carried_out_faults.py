@@ -120,8 +120,10 @@ def state_of(
     *instances: dict[str, Any],
     streams: tuple[dict[str, Any], ...] = (),
     agents: tuple[dict[str, Any], ...] = (),
+    launcher_pid: int | None = 1,
 ) -> dict[str, Any]:
     return {
+        "proxies": [{"id": "proxy-0", "launcher_pid": launcher_pid}],
         "instances": list(instances),
         "agents": list(agents),
         "streams": list(streams),
@@ -536,6 +538,45 @@ async def test_faults_with_unknown_victims_are_refused_before_any_load() -> None
         "fault [0]: no 'd9' in the cluster; allowed: d0, p0",
         "fault [1]: no 'n9' in the cluster; allowed: n0, n1",
         "fault [2]: no 'agent' in the cluster; allowed: decode, prefill",
+    ]
+
+
+async def test_processes_of_a_cluster_that_somebody_else_started_are_not_signalled() -> None:
+    """The admin port may be another proxy's than the user means. What instances do themselves needs
+    the cluster's secret, which they check.
+    """
+    asked: list[Any] = []
+    async with instance(asked) as url:
+        state = state_of(row("d0", "n0", url, 1), launcher_pid=None)
+        async with admin(lambda: state) as port:
+            faults = [fault("corrupt_page", pages=1), fault("kill", whom={"role": "decode"})]
+            await check_faults(parse_faults(faults[:1]), port)
+
+            with pytest.raises(ConfigError) as caught:
+                await check_faults(parse_faults(faults), port)
+
+    assert caught.value.faults == [
+        "fault [1]: kill of decode: this proxy and its instances were not started by kvrs lab up; "
+        "allowed: kill, stop and slow in a cluster of kvrs lab up"
+    ]
+
+
+async def test_a_victim_whose_process_is_unknown_is_refused_before_any_load() -> None:
+    """Any victim that the schedule may choose later; stock engines tell no process id."""
+    rows = [row("d0", "n0", "", 0), row("d1", "n1", "", 1), row("p0", "n1", "", 2)]
+    async with admin(lambda: state_of(*rows)) as port:
+        faults = [
+            fault("kill", whom={"role": "decode"}),
+            fault("stop", for_s=1, whom={"node": "n0"}),
+            fault("kill", whom={"role": "prefill"}),
+        ]
+
+        with pytest.raises(ConfigError) as caught:
+            await check_faults(parse_faults(faults), port)
+
+    assert caught.value.faults == [
+        "fault [0]: kill of decode: the process id of d0 is 0 (unknown); allowed: d1, p0",
+        "fault [1]: stop of n0: the process id of d0 is 0 (unknown); allowed: d1, p0",
     ]
 
 

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from kvrs.config import origin
 from kvrs.config.file import Config, config_digest, load_config, parse_config
 from kvrs.core.event_log import LogEntry, read, rerun
 from kvrs.core.model import events as ev
@@ -108,6 +109,16 @@ async def test_the_digest_is_that_of_the_configuration_in_use() -> None:
     await reloads.reload()
 
     assert [before, reloads.describe()["config_digest"]] == [*map(config_digest, files)]
+
+
+def test_the_row_of_a_proxy_names_its_launcher() -> None:
+    """Faults are for clusters that have one."""
+    config = parse_config({})
+    launch = origin.UpCommand(7, None, "digest")
+
+    files = [origin.ConfigFile(None, lambda: config, given) for given in (launch, None)]
+
+    assert [Reloads(config, file).describe()["launcher_pid"] for file in files] == [7, None]
 
 
 async def test_a_bad_file_changes_nothing_and_every_fault_is_named(
