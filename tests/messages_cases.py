@@ -138,6 +138,8 @@ def _whole(events: list[Any]) -> Message:
             case "message_delta":
                 message |= event["delta"]
                 message["usage"] |= event["usage"]
+            case _:
+                pass
     for block, part in zip(message["content"], parts, strict=False):
         block["text" if block["type"] == "text" else "input"] = part
     usage = message["usage"]

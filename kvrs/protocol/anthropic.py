@@ -187,7 +187,7 @@ def _of_assistant(blocks: Iterable[tuple[Fields, str]]) -> Fields:
                 texts.append(string_of(block, "text", param))
             case "tool_use":
                 arguments = msgspec.json.encode(block.get("input", {})).decode()
-                function = {"name": string_of(block, "name", param), "arguments": arguments}
+                function: Fields = {"name": string_of(block, "name", param), "arguments": arguments}
                 call_id = string_of(block, "id", param)
                 calls.append({"id": call_id, "type": "function", "function": function})
             case "thinking" | "redacted_thinking":
@@ -212,7 +212,7 @@ def _tools(fields: Fields) -> Fields:
             raise not_supported(f"{param}.type", tool["type"], "custom")
         if not isinstance(schema := tool.get("input_schema"), dict):
             raise not_supported(f"{param}.input_schema", schema, "an object")
-        function = {"name": string_of(tool, "name", param), "parameters": schema}
+        function: Fields = {"name": string_of(tool, "name", param), "parameters": schema}
         if tool.get("description") is not None:
             function["description"] = tool["description"]
         if (strict := tool.get("strict")) is not None:

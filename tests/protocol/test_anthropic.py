@@ -24,7 +24,7 @@ USER = {"role": "user", "content": "u"}
 CALL = {"type": "tool_use", "id": "c0", "name": "f", "input": {"q": "é"}}
 CHAT_CALL = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": '{"q":"é"}'}}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
-CHAT_TOOL = {
+CHAT_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object"}, "description": "d"},
 }
