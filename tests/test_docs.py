@@ -102,6 +102,27 @@ def test_the_readme_stops_waiting_for_a_cluster_that_did_not_start(tmp_path: Pat
     assert {"8000", "8001"}.isdisjoint(re.findall(r"\b80\d\d\b", block))
 
 
+def test_the_readme_names_recoveries_as_outputs_do() -> None:
+    """A reader looks for the same words in the page, the report and the policies."""
+    opening = (ROOT / "README.md").read_text().partition("![")[0]
+    options = re.findall(
+        r"^\| `(\w+)`", (ROOT / "docs/guide/policies.md").read_text(), re.MULTILINE
+    )
+
+    named = re.findall(r"(?<!\*)\*(\w+)\*(?!\*)", opening)
+
+    assert len(named) == 4
+    assert {*named} <= {*options}
+
+
+def test_the_kill_on_the_page_compares_its_streams_and_ends_its_cluster() -> None:
+    """Without `--oracle` the report says that nothing was compared."""
+    (block,) = [block for block in readme_blocks() if "kvrs lab up" in block]
+
+    assert "--oracle" in block
+    assert block.splitlines()[-1].split()[:2] == ["kill", "$!"]
+
+
 def test_pages_that_code_names_exist() -> None:
     """Messages and docstrings that refer to the docs."""
     named = {
