@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from experiments.demo_vllm import run
 from experiments.demo_vllm.picture import RESULTS, film_of
 
 ENDED_S = 1.0
@@ -27,6 +28,17 @@ def test_the_film_is_drawn_from_the_kept_stream(kept: dict[str, Any]) -> None:
     pieces = re.findall(r'textLength="\d+" fill="#\w+">([^<]*)<', film)
     assert "".join(map(unescape, pieces)) == "".join(words.split())
     assert kept["is_exact"]
+
+
+def test_packages_that_the_demo_lacks_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment of `make demo` has no transformers."""
+    monkeypatch.setattr(run, "find_spec", lambda name: None if name == "transformers" else name)
+
+    assert run.main() == 2
+
+    assert capsys.readouterr().err == "not installed: transformers; to install: make install\n"
 
 
 def test_words_appear_when_they_came_and_change_color_at_the_longest_pause() -> None:

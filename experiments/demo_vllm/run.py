@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ TOKENS = 167  # Of the reciter's page.
 KILL_AT = 120
 SEED = 7
 PROMPT = "ka lo mi ren sta vor ti el"
+# Packages that make the model; vLLM has an environment of its own.
+_NEEDED = ("tokenizers", "torch", "transformers")
 _WIDTH = 92
 _LOOK_AGAIN_S = 0.2
 _WITHIN_S = START_TIMEOUT_S + 120.0
@@ -62,6 +65,9 @@ class Session:
 
 
 def main() -> int:
+    if absent := [name for name in _NEEDED if find_spec(name) is None]:
+        print(f"not installed: {', '.join(absent)}; to install: make install", file=sys.stderr)
+        return 2
     from experiments.demo_vllm.picture import film_of
     from experiments.demo_vllm.reciter import REQUEST, write_reciter
 
