@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrs.config.file import load_config
+from kvrs.tables import output
 
 if TYPE_CHECKING:
     from kvrs.net.admin import AdminClient
@@ -49,7 +50,7 @@ def top(
 
     client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
     if once or not sys.stdout.isatty():
-        Console().print(screen(client.overview(), client.url, 1000))
+        output().print(screen(client.overview(), client.url, 1000))
         return
     _run(client)
 
