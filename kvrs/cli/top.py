@@ -6,7 +6,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,7 +45,7 @@ def top(
     config: AdminConfig = None,
     once: Once = False,
 ) -> None:
-    """Show instances, streams and events of a proxy every second; q or Ctrl-C ends it."""
+    """Show instances, agents, streams and events of a proxy every second; q or Ctrl-C ends it."""
     from kvrs.net.admin import AdminClient
 
     client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
@@ -100,17 +100,17 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
-    """Make the contents of the screen: the table of instances, then the newest incidents that fit
-    into `rows` lines.
+    """Make the contents of the screen: the table of instances and agents, then the newest incidents
+    that fit into `rows` lines.
     """
-    instances, incidents = overview["instances"], overview["incidents"]
-    headings = dict.fromkeys(name for row in instances for name in row["facts"])
+    processes, incidents = [*overview["instances"], *overview["agents"]], overview["incidents"]
+    headings = dict.fromkeys(name for row in processes for name in row["facts"])
     table = Table(box=None, pad_edge=False)
-    for name in ("instance", "role", "node", "health"):
+    for name in ("process", "role", "node", "health"):
         table.add_column(name, no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right")
-    shown = instances[: max(1, rows - 8)]
+    shown = processes[: max(1, rows - 8)]
     for row in shown:
         table.add_row(
             Text(row["id"]),
@@ -120,10 +120,10 @@ def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
             *(Text(row["facts"].get(heading, "")) for heading in headings),
         )
     parts: list[Any] = [_head(overview, url), table]
-    if len(shown) < len(instances):
-        parts.append(Text(f"... and {len(instances) - len(shown)} more", style="dim"))
-    lines = [_line(f"{row['id']}: {note}") for row in instances for note in row["notes"]]
-    causes = [row for row in instances if not row["is_up"] and row["reason"]]
+    if len(shown) < len(processes):
+        parts.append(Text(f"... and {len(processes) - len(shown)} more", style="dim"))
+    lines = [_line(f"{row['id']}: {note}") for row in processes for note in row["notes"]]
+    causes = [row for row in processes if not row["is_up"] and row["reason"]]
     lines += [_line(f"{row['id']}: {row['reason']}") for row in causes]
     if incidents:
         lines.append(Text("events, the newest first", style="bold"))
@@ -133,18 +133,24 @@ def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
 
 def _head(overview: Mapping[str, Any], url: str) -> Text:
     streams = overview["streams"]
-    up = sum(row["is_up"] for row in overview["instances"])
+    counted = [_up(overview["instances"], "instances")]
+    if overview["agents"]:
+        counted.append(_up(overview["agents"], "agents"))
     stages = ", ".join(f"{count} {stage}" for stage, count in streams["by_stage"].items())
     restorable = streams["restorable"]["streams"]
     policy, fates = overview["policy"], overview["fates"]
     return _line(
         f"kvrs {overview['proxies'][0]['id']} at {url}\n"
-        f"{up} of {len(overview['instances'])} instances up, policy {policy['policy']}, "
+        f"{', '.join(counted)}, policy {policy['policy']}, "
         f"backup {policy['backup']}\n"
         f"{streams['open']} streams{f' ({stages})' if stages else ''}, "
         f"{restorable} could be restored; saved since start: "
         f"{fates['back']} of {fates['back'] + fates['lost']}\n"
     )
+
+
+def _up(rows: Sequence[Mapping[str, Any]], kind: str) -> str:
+    return f"{sum(row['is_up'] for row in rows)} of {len(rows)} {kind} up"
 
 
 def _line(text: str) -> Text:

@@ -48,3 +48,19 @@ def shown(monkeypatch: pytest.MonkeyPatch, *agents: dict[str, Any]) -> str:
 def test_events_are_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts read them; only a terminal has a width."""
     assert f"12:00:00  {SENTENCE.strip()}" in shown(monkeypatch)
+
+
+def test_agents_are_shown_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an agent, nothing can be restored; a cluster without agents does not name them."""
+    lines = shown(
+        monkeypatch,
+        process("agent-n0", "agent", checkpoints="2"),
+        process("agent-n1", "agent", is_up=False),
+    ).splitlines()
+
+    assert "1 of 1 instances up, 1 of 2 agents up, policy auto, backup local" in lines
+    rows = [line.split() for line in lines if line.startswith("agent-")]
+    assert rows[0] == ["agent-n0", "agent", "n0", "up", "2"]
+    assert rows[1] == ["agent-n1", "agent", "n0", "down"]
+    assert "agent-n1: it does not answer" in lines
+    assert "agents" not in shown(monkeypatch)
