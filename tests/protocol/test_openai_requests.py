@@ -59,7 +59,7 @@ def chat(**fields: Any) -> bytes:
         ("n", 17, r"\[1, 16\]"),
         ("n", 0, r"\[1, 16\]"),
         ("temperature", -1, r"\[0.0, 2.0\]"),
-        ("max_tokens", 0, r"\[1, "),
+        ("max_tokens", 0, r"at least 1, .*context"),
         ("stop", [""], "none of them empty"),
         ("stop", ["x"] * 17, "at most 16"),
     ],

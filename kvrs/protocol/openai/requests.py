@@ -396,6 +396,8 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
             path = missing[1]
         raise RequestError(f"{message} (field {path or 'body'})", param=path or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if not body.strip():
+            raise RequestError("the body is empty; allowed: a JSON object") from None
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
@@ -452,7 +454,14 @@ def _check_range(name: str, value: float | None, lowest: float, highest: float) 
 
 
 def _out_of_range(name: str, value: float, lowest: float, highest: float) -> RequestError:
-    return RequestError(f"{name} must be in [{lowest}, {highest}], got {value!r:.80}", param=name)
+    allowed = f"in [{lowest}, {highest}]"
+    if name == "max_tokens":
+        # Parsing does not know the model: its context is the true upper limit, not `highest`.
+        allowed = (
+            f"at least {lowest:g}, and with the prompt at most the model's context "
+            "(max_model_len in /v1/models)"
+        )
+    return RequestError(f"{name} must be {allowed}, got {value!r:.80}", param=name)
 
 
 def _check_ids(name: str, token_ids: list[int]) -> None:

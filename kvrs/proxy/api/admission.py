@@ -221,7 +221,8 @@ class Admissions:
         """
         request = call.request
         self._check_room(1, KEY in request.headers)
-        # A body with too many bytes is refused before it is read.
+        # A body with too many bytes is refused before it is read, by the proxy's own limit first.
+        call.held.allow(request.content_length or 0)
         self._max_elements(request.content_length or 0)
         call.body = await read_body(request, call.held)
 

@@ -154,7 +154,9 @@ class RequestUsage(msgspec.Struct, eq=False):
         budget = self.budget
         if size_bytes > budget.max_body_bytes:
             raise RequestError(
-                f"the body must be at most {budget.max_body_bytes} bytes", status=413
+                f"the body must be at most {budget.max_body_bytes} bytes "
+                f"(proxy.max_body_bytes), got {size_bytes} or more",
+                status=413,
             )
         lacking_bytes = size_bytes - self.size_bytes
         if lacking_bytes > 0 and budget.held_bytes + lacking_bytes > budget.total_bytes:

@@ -107,8 +107,10 @@ async def test_a_client_that_does_not_read_is_cut_off(
     ("body", "says"),
     [
         (b"{", "not valid JSON"),
+        (b"", "the body is empty; allowed: a JSON object"),
+        (b" \n", "the body is empty; allowed: a JSON object"),
         (b'{"prompt": 3}', "prompt"),
-        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens must be in"),
+        (b'{"prompt": "a", "max_tokens": 0}', r"max_tokens must be at least 1, .*got 0$"),
         (b'{"prompt": "a", "n": 17}', "n must be in"),
         (b"[" * 100_000, "not valid JSON|Expected"),
         (b"\xff", "not valid JSON"),
@@ -164,6 +166,19 @@ async def test_a_body_is_bounded_by_what_its_model_takes(
         assert (status, named in body.decode()) == (400, True), body
     assert system.instances["p0"].bodies == []
     assert (await system.ask(REQUEST | {"prompt": "b" * 3000}))[0] == 200
+
+
+async def test_a_body_beyond_the_limit_of_the_proxy_is_named_so_before_the_models(
+    build: ProxyClusterBuilder, model: str
+) -> None:
+    """413 with the limit in bytes, not 400 with a number of tokens."""
+    most = bytes_within(4096, max(map(len, vocabulary().tokenizer.get_vocab())))
+    system = await build(pairs=1, model=model, proxy={"max_body_bytes": 100_000})
+
+    status, body = await system.ask({"prompt": " " * most})
+
+    assert status == 413
+    assert "at most 100000 bytes (proxy.max_body_bytes), got " in body.decode()
 
 
 async def test_a_compressed_body_is_refused_by_name(build: ProxyClusterBuilder) -> None:
