@@ -224,7 +224,8 @@ _OF_SELF_TESTS = (
         bad,
         "KV does not move, and is computed again{because}",
         "KV moves",
-        "check its connector and its page port",
+        "check the KV connector of both instances (vLLM, SGLang), or their page ports (embedded "
+        "engine)",
     ),
     _Fault(
         lambda row: row["store"] is not None and row["store"]["is_wrong"],
@@ -250,9 +251,9 @@ _OF_SELF_TESTS = (
     _Fault(
         lambda row: row["failures"],
         doubtful,
-        "failed{because}",
+        "not known{because}",
         "a test that ends",
-        "see the log of the instance",
+        "see the log of the instance; if it was only slow, restart the proxy, which tests it again",
     ),
     _Fault(
         lambda row: row["continues"] in (Continues.TEXT, Continues.GREEDY),

@@ -270,6 +270,8 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
     assert judged(continues="exact greedy").level is Level.WARNING
     assert judged(done=False).level is Level.WARNING
     assert judged(moves_kv=None).level is Level.OK
+    slow = judged(moves_kv=None, failures=5, cause="no answer within 60 s")
+    assert (slow.level, slow.value) == (Level.WARNING, "not known (no answer within 60 s)")
     unrestored = judged(restores=False, cause="loaded none of 2 pages")
     assert unrestored.level is Level.FAILURE
     assert "loaded none of 2 pages" in unrestored.value

@@ -118,6 +118,21 @@ def test_every_instance_is_tested_once() -> None:
     assert bench.run() == []
 
 
+def test_tests_that_were_not_carried_out_show_nothing_of_kv() -> None:
+    """Nothing is fetched until a test shows that KV moves; operators read that it is not known."""
+    bench = Bench("p0", "d0")
+
+    while (test := bench.tests.next(bench.now_s)) is not None:
+        bench.tests.failed(test, "no answer within 60 s", bench.now_s)
+        bench.now_s = bench.tests.next_retry_s(bench.now_s) or bench.now_s
+
+    assert bench.moves() == set()
+    for name in bench.known:
+        shown = bench.tests.describe(name)
+        assert shown is not None
+        assert (shown["done"], shown["moves_kv"]) == (True, None)
+
+
 @pytest.mark.parametrize("broken", ["p0", "p1", "d0", "d1"])
 def test_the_one_is_blamed_whose_partner_works_with_others(broken: str) -> None:
     """Whichever is tested first."""

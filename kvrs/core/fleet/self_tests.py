@@ -262,10 +262,11 @@ class SelfTests:
         continues = self.continues(instance)
         others, near = self.different(instance)
         store = self.stores.describe(instance)
+        is_shown = life.moves_kv is not None or life.partners or life.former.moves_kv
         return {
             "done": life.test is None and self._is_done(life),
             "continues": None if continues is None else continues.value,
-            "moves_kv": self.seen(instance).moves_kv if self._tests_kv else None,
+            "moves_kv": self.seen(instance).moves_kv if self._tests_kv and is_shown else None,
             "restores": life.seen.restores if store is None else store["restores"],
             "store": store,
             "capabilities": _capabilities(life.info, self.seen(instance)),
