@@ -16,7 +16,7 @@ from kvrs.core.books.incidents import Incidents
 from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
 from kvrs.core.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.core.model import events as ev
-from kvrs.core.model.incident import Incident, Moment, OptionCost, sentence
+from kvrs.core.model.incident import Incident, Moment, OptionCost, RecordedDecision, sentence
 from kvrs.errors import LogError
 from kvrs.process.logs import old_parts
 from kvrs.tables import output, show
@@ -101,7 +101,7 @@ def _decisions(happened: Iterable[Incident]) -> Iterator[dict[str, Any]]:
                     "real, s": getattr(each.settled, "real_s", None),
                     "pause, s": None if each.settled is None else victim.pause_s,
                     "outcome": each.outcome(victim),
-                    "options, s": ", ".join(map(_cost, each.costs)) or None,
+                    "options, s": ", ".join(shown_options(each)) or None,
                 }
 
 
@@ -114,6 +114,12 @@ def _failures(happened: Iterable[Incident]) -> Iterator[dict[str, Any]]:
             "cause": loss.cause,
             "stream": loss.stream,
         }
+
+
+def shown_options(decision: RecordedDecision) -> Iterator[str]:
+    yield from map(_cost, decision.costs)
+    if decision.agents_down:
+        yield f"restore not weighed (down: {', '.join(decision.agents_down)})"
 
 
 def _cost(cost: OptionCost) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from kvrs.cli.incidents import incidents
+from kvrs.cli.incidents import incidents, shown_options
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.books.incidents import MOST_STREAMS, Incidents
 from kvrs.core.event_log import LogEntry, event_line, header_line, read
@@ -303,6 +303,27 @@ def test_a_choice_never_contradicts_the_costs_beside_it() -> None:
         assert Option.RECOMPUTE in {each.option for each in decision.costs}
     shown = RecordedDecision(0, last.at, excluded, last.new_plan).costs
     assert [each.excluded for each in shown if each.option is best] == ["it has just failed"]
+
+
+def test_a_decision_without_restore_names_the_agents_that_were_down() -> None:
+    """Not those that are up again, and none where restore was weighed."""
+    other = InstanceId("agent-n1")
+    weighed = msgspec.structs.replace(
+        recovered(B),
+        estimates=(Estimate(Option.RESTORE, D1, 0.1, 0.0, 0.1, 0.0, False, raw_s=0.1),),
+    )
+
+    found = told(
+        (0.0, ev.HolderLost(AGENT, 1, "killed"), []),
+        (0.1, ev.HolderLost(other, 1, "killed"), []),
+        (0.2, ev.HolderUp(other, NodeId("n1"), 2, 1, 1.0), []),
+        (0.3, ev.InstanceLost(D0, 1, "killed", {A: 1, B: 1}), [recovered(A), weighed]),
+    )
+
+    without, with_restore = (found.entries[-1].victims[each].decisions[0] for each in (A, B))
+    assert without.agents_down == (AGENT,)
+    assert [*shown_options(without)] == ["restore not weighed (down: agent-n0)"]
+    assert with_restore.agents_down == ()
 
 
 def test_each_option_is_shown_at_the_target_where_it_would_have_been_chosen() -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Option
 from kvrs.core.model.incident import (
     Fate,
     HitStream,
@@ -43,6 +44,7 @@ class Incidents:
         self._open: dict[InstanceId | act.Reason | None, Incident] = {}
         self._running: dict[StreamId, list[tuple[Incident, HitStream]]] = {}
         self._draining: set[InstanceId] = set()
+        self._agents_down: set[InstanceId] = set()
         # The last exit that was reported before its loss was noticed.
         self._exits: dict[tuple[InstanceId, int], str] = {}
 
@@ -77,6 +79,7 @@ class Incidents:
                     self._hit(incident, stream)
             case ev.HolderLost(holder=name, cause=cause):
                 self._lost(at, name, cause, line).is_agent = True
+                self._agents_down.add(name)
             case ev.AttemptFailed():
                 self._attempt_failed(at, event, line)
             case ev.SlotDenied():
@@ -85,6 +88,7 @@ class Incidents:
                 self._up(at, info.id)
             case ev.HolderUp(holder=name):
                 self._up(at, name)
+                self._agents_down.discard(name)
             case ev.InstanceExited(instance=name, epoch=epoch, cause=cause):
                 found = self._open.get(name)
                 if found is not None and found.is_loss:
@@ -208,6 +212,8 @@ class Incidents:
     def _decided(self, decision: RecordedDecision) -> None:
         action = decision.action
         assert isinstance(action, act.Recovered)
+        if all(each.option is not Option.RESTORE for each in action.estimates):
+            decision.agents_down = tuple(sorted(self._agents_down))
         if self._is_brief:
             # Estimates for all targets would take megabytes in a large cluster.
             kept = tuple(compared(action, decision.chosen))

@@ -80,6 +80,8 @@ class RecordedDecision:
     # Result of the decision; None: no token came before the attempt or the log ended.
     settled: act.Settled | None = None
     retried_for: str = ""  # Cause for which the stream was decided again; empty: it was not.
+    # Agents that were lost and not up again, if restore was not weighed: why it may be missing.
+    agents_down: tuple[InstanceId, ...] = ()
 
     @property
     def option(self) -> str:
