@@ -237,7 +237,8 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
         message = "allowed: a section"
     elif fault["type"] == "string_pattern_mismatch":
         message = pattern_in_words(fault["ctx"]["pattern"]) or message
-    return f"{path}: got {echoed(fault['input'])}; {message[0].lower()}{message[1:]}{_hint(fault)}"
+    says = f"{message[0].lower()}{message[1:]}{_range(fault, model)}{_hint(fault)}"
+    return f"{path}: got {echoed(fault['input'])}; {says}"
 
 
 def echoed(value: Any) -> str:
@@ -285,6 +286,46 @@ def _hint(fault: Any) -> str:
             return " (quote it)"
         case _:
             return ""
+
+
+_OF_NUMBERS = frozenset(
+    (
+        *("int_type", "int_from_float", "float_type", "finite_number"),
+        *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+    )
+)
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _range(fault: Any, model: type[Settings]) -> str:
+    """Return the whole range of a number, of which the fault's message names one bound at most;
+    empty: it has one bound, which the message names, or none.
+    """
+    section: type[Settings] | None = model
+    field = None
+    for part in (part for part in fault["loc"] if isinstance(part, str)):
+        field = None if section is None else section.model_fields.get(part)
+        section = None if field is None else section_of(field.annotation)
+    if fault["type"] not in _OF_NUMBERS or field is None:
+        return ""
+    bounds = [
+        f"{word} {bound}"
+        for name, word in _BOUNDS.items()
+        for each in field.metadata
+        if (bound := getattr(each, name, None)) is not None
+    ]
+    is_named = len(bounds) == 1 and fault["type"].startswith(("greater", "less"))
+    return f" (allowed: {', '.join(bounds)})" if bounds and not is_named else ""
+
+
+def yaml_fault(error: Exception, name: object) -> str:
+    """Return one line about text that is not YAML: the name of its file, with the line of the fault
+    if it is known, and what is wrong.
+    """
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    place = str(name) if mark is None else f"{name}:{mark.line + 1}"
+    reason = " ".join(str(error).split()).replace(' in "<unicode string>", ', " at ")
+    return f"{place}: not valid YAML: {reason}"
 
 
 def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:

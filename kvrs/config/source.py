@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from kvrs.config.commented import KeyPath, shown_path
-from kvrs.config.settings import YamlLoader, compose, construct
+from kvrs.config.settings import YamlLoader, compose, construct, yaml_fault
 from kvrs.errors import ConfigError
 
 # Environment variables whose values are never shown, and so may not stand in a configuration.
@@ -103,9 +103,9 @@ def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+        reason = str(error)  # It has the faulty line of the file too.
         hint = _FLOW_HINT if "${" in reason else _TAB_HINT if r"'\t'" in reason else ""
-        raise ConfigError(f"{path}: not valid YAML: {reason}{hint}") from None
+        raise ConfigError(f"{yaml_fault(error, path)}{hint}") from None
 
 
 def lay_over(source: Source, below: Source) -> None:

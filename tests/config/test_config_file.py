@@ -73,7 +73,10 @@ def test_a_page_size_that_no_engine_could_serve_is_found_before_one_starts() -> 
         ("proxy: {drain_s: '10s'}", " (write 10: drain_s is in seconds)"),
         ("proxy: {token_gap_s: 500ms}", " (write 0.5: token_gap_s is in seconds)"),
         ("proxy: {port: '8000'}", " (without quotes)"),
-        ("proxy: {port: http}", "; input should be a valid integer"),
+        (
+            "proxy: {port: http}",
+            "; input should be a valid integer (allowed: at least 0, at most 65535)",
+        ),
         (
             "proxy: {id: n 0}",
             "; allowed: letters, digits and `._-`, first a letter, a digit or `_`",
@@ -314,7 +317,7 @@ def test_what_yaml_allows_and_we_do_not_is_named(tmp_path: Path, text: str, reas
     path = tmp_path / "kvrs.yaml"
     path.write_text(text)
 
-    with pytest.raises(ConfigError, match=rf"kvrs\.yaml(:1)?: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"kvrs\.yaml(:[12])?: .*{reason}"):
         load_config(path)
 
 
@@ -331,8 +334,35 @@ def test_a_file_that_is_not_yaml_is_refused_in_one_line(tmp_path: Path, text: st
     path = tmp_path / "broken.yaml"
     path.write_text(text)
 
-    with pytest.raises(ConfigError, match=r"broken\.yaml: not valid YAML"):
+    with pytest.raises(ConfigError, match=r"broken\.yaml(:[0-9]+)?: not valid YAML"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1, 2\n", ":2: not valid YAML: while parsing a flow sequence at line 1, column 4"),
+        ("a: 1\nb: c: d\n", ":2: not valid YAML: mapping values are not allowed here"),
+        ("a:\n\t- b\n", ":2: not valid YAML: while scanning for the next token found character"),
+    ],
+)
+def test_a_fault_of_yaml_names_the_line_of_its_file(tmp_path: Path, text: str, says: str) -> None:
+    """As every other fault of a configuration, without the parser's own name for a text."""
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+
+    assert str(caught.value).startswith(f"{path}{says}")
+    assert "<unicode string>" not in str(caught.value)
+
+
+def test_a_number_that_is_refused_has_its_whole_range() -> None:
+    """Whatever is wrong with it."""
+    for value in (0, 17, "two", 1.5):
+        (fault,) = faults_of({"proxy": {"workers": value}})
+        assert fault.count("(allowed: at least 1, at most 16)") == 1, fault
 
 
 def test_a_budget_that_one_body_could_take_up_is_refused() -> None:

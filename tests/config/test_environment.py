@@ -135,7 +135,7 @@ def test_a_variable_without_a_value_is_called_empty() -> None:
 
     assert fault == (
         "environment variable KVRS_PROXY__PORT: proxy.port: is empty; input should be a valid "
-        "integer"
+        "integer (allowed: at least 0, at most 65535)"
     )
 
 

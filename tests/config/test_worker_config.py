@@ -24,17 +24,19 @@ def faults_of(document: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("workers", "fault"),
     [
-        (0, "proxy.workers: got 0; input should be greater than or equal to 1"),
-        (-2, "proxy.workers: got -2; input should be greater than or equal to 1"),
-        (17, "proxy.workers: got 17; input should be less than or equal to 16"),
-        (1.5, "proxy.workers: got 1.5; input should be a valid integer"),
-        ("2", "proxy.workers: got '2'; input should be a valid integer (without quotes)"),
-        (True, "proxy.workers: got True; input should be a valid integer"),
+        (0, "proxy.workers: got 0; input should be greater than or equal to 1 {RANGE}"),
+        (-2, "proxy.workers: got -2; input should be greater than or equal to 1 {RANGE}"),
+        (17, "proxy.workers: got 17; input should be less than or equal to 16 {RANGE}"),
+        (1.5, "proxy.workers: got 1.5; input should be a valid integer {RANGE}"),
+        ("2", "proxy.workers: got '2'; input should be a valid integer {RANGE} (without quotes)"),
+        (True, "proxy.workers: got True; input should be a valid integer {RANGE}"),
     ],
 )
 def test_a_number_of_workers_is_a_small_integer(workers: Any, fault: str) -> None:
     """A fault names the value and what is allowed."""
-    assert faults_of({"proxy": {"workers": workers}}) == [fault]
+    whole = fault.replace("{RANGE}", "(allowed: at least 1, at most 16)")
+
+    assert faults_of({"proxy": {"workers": workers}}) == [whole]
 
 
 @pytest.mark.parametrize(
