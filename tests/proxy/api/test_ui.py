@@ -17,7 +17,7 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.incident import sentence
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.api.history import Counts, History
-from kvrs.proxy.api.overview import LINKS, STREAMS, overview
+from kvrs.proxy.api.overview import ATTEMPTS, LINKS, STREAMS, overview
 from tests.browser import BROWSER, browsing
 from tests.proxy.api.test_state_rows import a_row, down
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -174,6 +174,13 @@ def test_the_overview_is_bounded() -> None:
     assert len(view["links"]) == LINKS
     assert {len(values) for values in view["history"].values()} == {180}
     assert len(json.dumps(view)) < MAX_PAGE_BYTES
+
+
+def test_the_guide_names_how_many_streams_the_page_has_rows_of() -> None:
+    """An older event loses its rows to newer ones; the page then says where they are."""
+    guide = " ".join(Path("docs/guide/state.md").read_text().split())
+
+    assert f"rows of {STREAMS} streams together, with the last {ATTEMPTS} attempts" in guide
 
 
 def test_a_sample_has_what_happened_since_the_one_before() -> None:
