@@ -103,7 +103,7 @@ def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = str(error)  # It has the faulty line of the file too.
+        reason = str(error)  # The text includes the faulty line of the file.
         hint = _FLOW_HINT if "${" in reason else _TAB_HINT if r"'\t'" in reason else ""
         raise ConfigError(f"{yaml_fault(error, path)}{hint}") from None
 

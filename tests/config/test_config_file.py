@@ -347,7 +347,7 @@ def test_a_file_that_is_not_yaml_is_refused_in_one_line(tmp_path: Path, text: st
     ],
 )
 def test_a_fault_of_yaml_names_the_line_of_its_file(tmp_path: Path, text: str, says: str) -> None:
-    """As every other fault of a configuration, without the parser's own name for a text."""
+    """The parser's own name for a text is not shown."""
     path = tmp_path / "broken.yaml"
     path.write_text(text)
 

@@ -308,6 +308,28 @@ async def test_an_open_page_shows_a_kill_with_its_next_looks(
 @pytest.mark.network
 @pytest.mark.process
 @needs_browser
+async def test_an_event_with_many_streams_leaves_the_nodes_in_sight(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """Which instance is down stands there: the rows scroll by themselves."""
+    system = await build(pairs=1)
+    attempt = {"way": "w", "cause": "c", "failed": "", "outcome": "back", "options": []}
+    stream = {"stream": "s", "fate": "back", "pause_s": 1.0, "attempts": [attempt]}
+    many = json.dumps({"streams": [stream] * 50, "others": 0})
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/ui"
+    async with browsing(url, tmp_path) as page:
+        await page.size(1280, 960)
+        await page.until("document.getElementById('status')?.textContent === 'live'")
+        height = await page.evaluate(
+            f"document.body.appendChild(table({many})).getBoundingClientRect().height"
+        )
+
+    assert height <= 500
+
+
+@pytest.mark.network
+@pytest.mark.process
+@needs_browser
 async def test_the_page_fits_a_phone_both_schemes_and_a_screen_reader(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
