@@ -160,21 +160,6 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
     "lumen": (
         _of("lumen", "placement", 1, "placement", quick=(0.2, "placement"), is_virtual=True),
         _of(
-            *("lumen", "lumen", 60, "run --jobs 2"),
-            quick=(0.2, "run --cases 4x1 --seeds 1 --jobs 2"),
-            is_virtual=True,
-        ),
-        _of(
-            *("lumen", "ten", 60, "run --keep ten --cases 10x1 10x5 10x1:7.5 --jobs 2"),
-            quick=(0.5, "run --keep ten --cases 10x1 --seeds 1 --jobs 2"),
-            is_virtual=True,
-        ),
-        _of(
-            *("lumen", "progressive", 60, "run --model llama --jobs 2"),
-            quick=(0.3, "run --model llama --cases 4x1 --seeds 1 --jobs 2"),
-            is_virtual=True,
-        ),
-        _of(
             *("lumen", "loads", 60, "paper --exhibits B.2 B.3 --jobs 2"),
             quick=(1, "paper --exhibits B.2 --cases 10x1:1.2 --seeds 1 --jobs 2"),
             is_virtual=True,
@@ -200,8 +185,18 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             is_virtual=True,
         ),
         _of(
-            *("lumen", "prototype", 60, "paper --exhibits A.1 A.3 A.4 --jobs 2"),
+            *("lumen", "prototype", 60),
+            "paper --exhibits A.1 A.4 --cases 8x1 8x2 8x4 --jobs 2",
             quick=(1.5, "paper --exhibits A.1 --cases 8x1 --seeds 1 --jobs 2"),
+            is_virtual=True,
+        ),
+        _of(
+            *("lumen", "prototype_rates", 60),
+            "paper --exhibits A.3 --keep prototype_rates --jobs 2",
+            quick=(
+                1,
+                "paper --exhibits A.3 --cases 8x1:1 --keep prototype_rates --seeds 1 --jobs 2",
+            ),
             is_virtual=True,
         ),
         _of(

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from experiments.forking import in_children
-from experiments.lumen import run as lumen
+from experiments.lumen import simulated as lumen
 
 
 @pytest.mark.process

@@ -11,7 +11,7 @@ from experiments.lumen.clocks import slowed
 from experiments.lumen.fit import sought
 from experiments.lumen.operating_points import QWEN_14B, prototype, simulator
 from experiments.lumen.paper import EXHIBITS, VARIANTS, as_text, cell_of
-from experiments.lumen.run import (
+from experiments.lumen.simulated import (
     LLAMA,
     OPT,
     TARGET,

@@ -195,7 +195,7 @@ def test_a_headline_has_the_claim_and_ours(paper: str) -> None:
 
 def test_a_row_tells_its_age_and_of_how_many_runs_it_is() -> None:
     """One whose result is computed as the page is made has no age."""
-    alone = Exhibit("a", How.SIMULATED, "b", result="lumen/results/progressive.json")
+    alone = Exhibit("a", How.SIMULATED, "b", result="lumen/results/processes.json")
     computed = next(each for each in FILLED if each.result is None)
 
     assert alone.note.startswith("measured on 20")

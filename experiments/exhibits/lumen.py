@@ -21,8 +21,9 @@ QUARTERS = ("4x1", "8x2", "16x4", "32x8", "64x16")
 SINGLES = ("4x1", "8x1", "16x1", "32x1", "64x1")
 # The simulated cluster of the paper (B.1 to B.7), and its prototypes (A.1, A.2, A.4).
 PAPER = tuple(f"lumen/results/{name}.json" for name in ("ten_workers", "loads", "sizes"))
-PROTOTYPE = tuple(f"lumen/results/{name}.json" for name in ("prototype_four", "prototype"))
-RATES = "lumen/results/lumen.json"  # Of another model than the prototypes.
+PROTOTYPE = tuple(
+    f"lumen/results/{name}.json" for name in ("prototype_four", "prototype", "prototype_rates")
+)
 FOUR_WORKERS = "lumen/results/four_workers.json"
 PROCESSES = "lumen/results/recovery.json"
 COST = "checkpoint_cost/results/checkpoint_cost.json"
@@ -131,16 +132,6 @@ def causes(results: Results) -> list[Compared]:
     return found
 
 
-def request_rates(results: Results) -> list[Compared]:
-    """The published rates are of another model: the middle one against the paper's knee."""
-    gained = _published(source="Figure 8 (A.3)", case="11/s")
-    return [
-        change(f"TTFT at {case}", gained, ours)
-        for case, rows in sorted(results(RATES)["cases"].items())
-        if case.split(":")[0] == "4x1" and (ours := changed(rows, "ttft", SCHEDULED, STOP))
-    ]
-
-
 def one_failure(results: Results) -> list[Compared]:
     """Figure 13, and the time per token of the interrupted of Table 4."""
     found = changes("Figure 13 (B.5)", PAPER, SINGLES, results)
@@ -245,7 +236,7 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
     "Figure 6 (A.1): four workers": partial(changes, "Figure 6 (A.1)", PROTOTYPE, ()),
     "Table 2 (A.1): eight workers": partial(changes, "Table 2 (A.1)", PROTOTYPE, ()),
     "Figure 7 (A.2): parts of the scheme": partial(changes, "Figure 7 (A.2)", PROTOTYPE, ()),
-    "Figure 8 (A.3): request rates": request_rates,
+    "Figure 8 (A.3): request rates": partial(changes, "Figure 8 (A.3)", PROTOTYPE, ()),
     "Figure 9 (A.4): 1, 2, 4 of 8 fail": partial(changes, "Figure 9 (A.4)", PROTOTYPE, ()),
     "Figures 6, 9 on processes": on_processes,
     "Steady state": steady,

@@ -20,7 +20,7 @@ from statistics import fmean
 
 from experiments.command_line import parser_of
 from experiments.lumen.operating_points import prototype, simulator
-from experiments.lumen.run import STOP, Case, Setup, simulate
+from experiments.lumen.simulated import STOP, Case, Setup, simulate
 from experiments.record import Record
 from kvrs_lab.report import metrics
 

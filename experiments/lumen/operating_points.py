@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.lumen.clocks import slowed
-from experiments.lumen.run import (
+from experiments.lumen.simulated import (
     DRAFT,
     FIXED,
     LLAMA,
@@ -67,7 +67,6 @@ def prototype(size: int, prompt_tokens: float, step_s: float, directory: Path) -
     weight_bytes = catalog.load(label).weight_bytes
     return replace(
         LLAMA,
-        name="prototype",
         pace=slowed(label, directory, step_s=step_s),
         preset=sharegpt(prompt_tokens),
         most_prompt=8192,

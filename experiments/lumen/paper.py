@@ -31,7 +31,7 @@ from experiments.lumen.operating_points import (
     prototype,
     simulator,
 )
-from experiments.lumen.run import (
+from experiments.lumen.simulated import (
     TARGET,
     WHOLE,
     ByCase,

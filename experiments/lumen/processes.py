@@ -22,7 +22,7 @@ from rich.console import Console
 
 from experiments.cells import Cells
 from experiments.command_line import parser_of
-from experiments.lumen.run import (
+from experiments.lumen.simulated import (
     DRAFT,
     LINK_BYTES_PER_S,
     PROGRESSIVE,
@@ -30,14 +30,18 @@ from experiments.lumen.run import (
     STOP,
     TARGET,
     WHOLE,
+    ByCase,
     Case,
     Row,
     Run,
     Scheme,
     Setup,
-    as_text,
     by_case,
+    change,
     figures,
+    is_shown,
+    mean,
+    shown,
 )
 from experiments.record import Record
 from experiments.rig import draw
@@ -64,7 +68,6 @@ FAULT_AT = 0.3  # Of the requests.
 MOST_CPU = 0.6  # A token takes its 31 ms with 45 % in use, and 34 to 38 ms with 70 to 78 %.
 REQUEST_TIMEOUT_S = 180.0
 SETUP = Setup(
-    name="processes",
     pace=TARGET,
     preset="sharegpt",
     most_prompt=256,
@@ -72,9 +75,7 @@ SETUP = Setup(
     per_s=1.15,
     requests=65,
     reload_s=catalog.load(TARGET).weight_bytes / DISK_BYTES_PER_S + catalog.load_s(TARGET),
-    cases=("4x1", "4x2"),
     schemes=(STOP, SCHEDULING, PROGRESSIVE, WHOLE),
-    draft_text=f"; drafts of {DRAFT}, {DEPTH} a step, right with probability {ACCEPTANCE}",
 )
 
 
@@ -232,21 +233,65 @@ def measure(
         cells.measure(names, limit_s, lambda name: cell(name, models, console))
 
 
+SHOWN = (
+    ("window s", "window_s", 1.0),
+    ("TTFT s", "ttft_s", 1.0),
+    ("replay TTFT s", "replay_ttft_s", 1.0),
+    ("pause s", "pause_s", 1.0),
+    ("TPOT ms", "tpot_s", 1e3),
+)
+
+
+def as_text(found: ByCase) -> str:
+    lines = [
+        f"{SETUP.preset} lengths, {SETUP.requests} requests an instance, {SETUP.per_s}/s unless "
+        f"named, {SETUP.pace}, back after {SETUP.reload_s:.3g} s; means of the seeds; drafts of "
+        f"{DRAFT}, {DEPTH} a step, right with probability {ACCEPTANCE}",
+        "in brackets against stop-and-restart, seed by seed; * where the interval excludes 0",
+        f"{'case':9}{'scheme':18}{'seeds':>6}{'hit':>5}"
+        + "".join(f"{name:>24}" for name, _, _ in SHOWN),
+    ]
+    for case, rows in found.items():
+        for scheme, by_seed in rows.items():
+            hit = mean(by_seed, "interrupted")
+            text = f"{case:9}{scheme:18}{len(by_seed):>6}{hit:>5.0f}"
+            for _, key, scale in SHOWN:
+                cell = f"{mean(by_seed, key) * scale:.2f}"
+                if scheme != STOP.name and (by := change(rows, scheme, key)) is not None:
+                    cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
+                text += f"{cell:>24}"
+            lines.append(text.rstrip())
+        clean, tpot = (mean(rows[STOP.name], f"clean_{key}") for key in ("ttft_s", "tpot_s"))
+        lines.append(f"{case:9}{'no failure':29}{'':24}{clean:>24.2f}{'':48}{tpot * 1e3:>24.2f}")
+        for scheme, by_seed in rows.items():
+            if mean(by_seed, "draft_steps"):
+                accepted = mean(by_seed, "accepted_a_step")
+                lines.append(f"{case:9}{'':29}a step accepts {accepted:.2f} drafts under {scheme}")
+        share = mean(rows[STOP.name], "queue_share")
+        lines.append(f"{case:9}{'':29}of the TTFT of stop-and-restart {share:.0%} is queueing")
+    lines += [
+        "",
+        "hit: interrupted streams of a run; TTFT and TPOT: of the others that came while an "
+        "instance loaded",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = parser_of(__doc__, __file__)
-    parser.add_argument("--cases", nargs="+", default=SETUP.cases)
+    parser.add_argument("--cases", nargs="+", default=["4x1", "4x2"])
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     options = parser.parse_args()
     record = Record(*range(options.seeds))
-    cells = Cells(options.out, SETUP.name, {"reload_s": SETUP.reload_s, "per_s": SETUP.per_s})
+    cells = Cells(options.out, "processes", {"reload_s": SETUP.reload_s, "per_s": SETUP.per_s})
     names = [f"{case}#{seed}" for seed in range(options.seeds) for case in options.cases]
     measure(cells, names, options.limit_s, 0, output())
     cpu_share = max(row["cpu_share"] for rows in cells.found.values() for row in rows.values())
     record.check_cpu(cpu_share, MOST_CPU)
     faults = faults_of(cells.found)
     figures: dict[str, Any] = {"cases": by_case(cells.found), "cpu_share": cpu_share}
-    lines = [as_text(figures["cases"], SETUP), f"CPU in use {cpu_share:.0%}"]
+    lines = [as_text(figures["cases"]), f"CPU in use {cpu_share:.0%}"]
     text = "\n".join(lines + (faults or ["every stream is that of the run without a failure"]))
     print(text)
     cells.keep(record, figures, text)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from experiments.kills import simulated as kill_series
 from experiments.lumen import placement
-from experiments.lumen import run as lumen
+from experiments.lumen import simulated as lumen
 from experiments.sentinels import gossip, lost_rank, planners, rates, situations
 from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from experiments.command_line import parser_of
-from experiments.lumen import run as lumen
+from experiments.lumen import simulated as lumen
 from experiments.record import Record
 from experiments.simulator.scale import rack_lost
 from kvrs.gossip.facts import InstanceFact

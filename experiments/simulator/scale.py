@@ -27,7 +27,7 @@ from types import FrameType
 from unittest.mock import patch
 
 from experiments.command_line import parser_of
-from experiments.lumen import run as lumen
+from experiments.lumen import simulated as lumen
 from experiments.record import Record
 from kvrs.config.file import Config
 from kvrs.core.model import actions as act

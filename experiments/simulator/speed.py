@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
 from experiments.command_line import parser_of
-from experiments.lumen import run as lumen
+from experiments.lumen import simulated as lumen
 from experiments.record import Record
 from kvrs_lab.faults.language import parse_faults
 from kvrs_lab.sim.fault_scenarios import named_deaths

@@ -1,25 +1,18 @@
 """LUMEN's experiments in virtual time: instances are gone for as long as it takes to load their
-weights, and the others are nearly saturated without them.
-
-    python -m experiments.lumen.run [--cases 4x1 8x1 8x2 8x4] [--seeds 5]
-    python -m experiments.lumen.run --model llama    # with draft models
+weights, and the others are nearly saturated without them. `paper.py` runs them.
 
 A case is instances x failures, with requests per second of an instance behind a colon where the
-rate is another. A run goes on from the cells that are kept, if the code has not changed since.
+rate is another.
 """
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
-from experiments.cells import Cells
-from experiments.command_line import parser_of
 from experiments.forking import in_children
 from experiments.lumen.moving_window import moving_window_s
-from experiments.record import Record
 from experiments.virtual_time import NumberedPrompt
 from kvrs.config.file import Config, parse_config
 from kvrs.profiles import catalog
@@ -70,7 +63,6 @@ WHOLE = replace(SCHEDULING, name="LUMEN", drafts=True)
 class Setup:
     """The model, its requests, and its loading."""
 
-    name: str  # Of the kept result.
     pace: str
     preset: str
     most_prompt: int
@@ -78,10 +70,8 @@ class Setup:
     per_s: float  # Requests of an instance.
     requests: int  # Of an instance; 0: as many as come in the span.
     reload_s: float
-    cases: tuple[str, ...]
     schemes: tuple[Scheme, ...]
     draft: SimDraftModel | None = None
-    draft_text: str = ""
     pages: int = 4000
     max_running: int = 64
     max_batch_tokens: int = 512
@@ -91,7 +81,6 @@ class Setup:
 
 
 OPT = Setup(
-    name="lumen",
     pace="opt-13b-a100-distserve-tp1",
     preset="sharegpt",
     most_prompt=1024,
@@ -99,13 +88,11 @@ OPT = Setup(
     per_s=6.5,
     requests=640,
     reload_s=20.0,
-    cases=("4x1", "8x1", "8x2", "8x4", "4x1:5.5", "4x1:7.5"),
     schemes=(STOP, FIXED, SCHEDULING, AUTO),
 )
 DRAFT = "llama-3.1-8b-a100-vllm-tp1"
 TARGET = "llama-3.1-70b-a100-vllm-tp4"
 LLAMA = Setup(
-    name="progressive",
     pace=TARGET,
     preset="splitwise-conv",
     most_prompt=4096,
@@ -113,16 +100,13 @@ LLAMA = Setup(
     per_s=1.8,
     requests=300,
     reload_s=catalog.load(TARGET).weight_bytes / DISK_BYTES_PER_S + catalog.load_s(TARGET),
-    cases=("4x1", "8x2", "8x1:2.2", "10x1:2.4"),
     schemes=(STOP, FIXED, SCHEDULING, PROGRESSIVE, WHOLE),
     draft=SimDraftModel(
         Pace(DRAFT),
         catalog.load(DRAFT).weight_bytes / DISK_BYTES_PER_S + catalog.load_s(DRAFT),
         acceptance=0.6,
     ),
-    draft_text=f"; drafts of {DRAFT}, 4 a step, right with probability 0.6",
 )
-SETUPS = {"opt": OPT, "llama": LLAMA}
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,80 +441,3 @@ def is_shown(found: Interval) -> bool:
 
 def mean(rows: dict[str, Row], key: str) -> float:
     return fmean(row[key] for row in rows.values())
-
-
-SHOWN = (
-    ("window s", "window_s", 1.0),
-    ("TTFT s", "ttft_s", 1.0),
-    ("replay TTFT s", "replay_ttft_s", 1.0),
-    ("pause s", "pause_s", 1.0),
-    ("TPOT ms", "tpot_s", 1e3),
-)
-
-
-def as_text(found: ByCase, setup: Setup) -> str:
-    lines = [
-        f"{setup.preset} lengths, {setup.requests} requests an instance, {setup.per_s}/s unless "
-        f"named, {setup.pace}, back after {setup.reload_s:.3g} s; means of the seeds"
-        f"{setup.draft_text}",
-        "in brackets against stop-and-restart, seed by seed; * where the interval excludes 0",
-        f"{'case':9}{'scheme':18}{'seeds':>6}{'hit':>5}"
-        + "".join(f"{name:>24}" for name, _, _ in SHOWN),
-    ]
-    for case, rows in found.items():
-        for scheme, by_seed in rows.items():
-            hit = mean(by_seed, "interrupted")
-            text = f"{case:9}{scheme:18}{len(by_seed):>6}{hit:>5.0f}"
-            for _, key, scale in SHOWN:
-                cell = f"{mean(by_seed, key) * scale:.2f}"
-                if scheme != STOP.name and (by := change(rows, scheme, key)) is not None:
-                    cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
-                text += f"{cell:>24}"
-            lines.append(text.rstrip())
-        clean, tpot = (mean(rows[STOP.name], f"clean_{key}") for key in ("ttft_s", "tpot_s"))
-        lines.append(f"{case:9}{'no failure':29}{'':24}{clean:>24.2f}{'':48}{tpot * 1e3:>24.2f}")
-        for scheme, by_seed in rows.items():
-            if mean(by_seed, "draft_steps"):
-                accepted = mean(by_seed, "accepted_a_step")
-                lines.append(f"{case:9}{'':29}a step accepts {accepted:.2f} drafts under {scheme}")
-        share = mean(rows[STOP.name], "queue_share")
-        lines.append(f"{case:9}{'':29}of the TTFT of stop-and-restart {share:.0%} is queueing")
-    lines += [
-        "",
-        "hit: interrupted streams of a run; TTFT and TPOT: of the others that came while an "
-        "instance loaded",
-    ]
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = parser_of(__doc__, __file__)
-    parser.add_argument("--model", choices=list(SETUPS), default="opt")
-    parser.add_argument("--cases", nargs="+", help="default: those of the model")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument(
-        "--whole", action="store_true", help="each run from its beginning to its end"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
-    parser.add_argument("--keep", metavar="RESULT", help="whose cells these are")
-    options = parser.parse_args()
-    setup = SETUPS[options.model]
-    seeds = range(options.seeds)
-    record = Record(*seeds, timed=False)
-    cells = Cells(options.out, options.keep or setup.name, {"reload_s": setup.reload_s})
-    clean: Clean = {}
-    names = [f"{case}#{seed}" for seed in seeds for case in options.cases or setup.cases]
-    measure = (
-        partial(cell, setup) if options.whole else partial(forked_cell, setup, jobs=options.jobs)
-    )
-    cells.measure(names, options.limit_s, lambda name: measure(name, clean=clean))
-    found = by_case(cells.found)
-    text = as_text(found, setup)
-    print(text)
-    cells.keep(record, {"cases": found}, text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
