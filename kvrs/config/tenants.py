@@ -7,20 +7,22 @@ private and changes while the proxy runs: a section per tenant, under its name.
 import re
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
 
 from kvrs.config.security import SecuritySettings
-from kvrs.config.settings import Settings, faults_of, parse_yaml, read_private
+from kvrs.config.settings import Settings, echoed, faults_of, parse_yaml, read_private
 from kvrs.errors import ConfigError
 
 KEYS_ENV_NAME = "KVRS_KEYS"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _MAX_BYTES = 16 << 20
+_HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_HASHES = "the SHA-256 of a key, 64 hexadecimal digits"
 
-KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+KeyHash = Annotated[str, Field(pattern=rf"^{_HASH.pattern}$")]
 
 
 class TenantSettings(Settings):
@@ -79,8 +81,12 @@ def _parse(text: bytes) -> dict[str, TenantSettings]:
         raise ConfigError(f"got {len(text)} bytes; allowed: at most {_MAX_BYTES}")
     try:
         document = parse_yaml(text.decode())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("not valid YAML: got bytes that are not UTF-8") from None
+    except yaml.YAMLError as error:  # The parser's text shows the line, which may hold a key.
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        place = "" if mark is None else f" in line {mark.line + 1}"
+        raise ConfigError(f"not valid YAML{place}") from None
     if not isinstance(document, dict) or not document:
         raise ConfigError("no tenant; allowed: a section for each tenant, under its name")
     tenants: dict[str, TenantSettings] = {}
@@ -89,6 +95,7 @@ def _parse(text: bytes) -> dict[str, TenantSettings]:
     for name, fields in document.items():
         try:
             check_name(name)
+            _check_keys(name, fields)
             tenants[name] = tenant = TenantSettings.model_validate(fields)
         except ConfigError as error:
             faults += error.faults
@@ -102,3 +109,28 @@ def _parse(text: bytes) -> dict[str, TenantSettings]:
     if faults:
         raise ConfigError(faults)
     return tenants
+
+
+def _check_keys(name: str, fields: Any) -> None:
+    """Check the section of a tenant and its hashes. A fault shows no value: where a hash belongs, a
+    key may stand by mistake.
+
+    Raises:
+        ConfigError: no section, or something that is not a hash.
+    """
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{name}: got {_size(fields)}; allowed: a section")
+    keys = fields.get("keys", [])
+    if not isinstance(keys, list):
+        raise ConfigError(f"{name}.keys: got {_size(keys)}; allowed: a list, each {_HASHES}")
+    faults = [
+        f"{name}.keys.{place}: got {_size(key)}; allowed: {_HASHES}"
+        for place, key in enumerate(keys)
+        if not isinstance(key, str) or not _HASH.fullmatch(key)
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _size(value: Any) -> str:
+    return f"{len(value)} characters" if isinstance(value, str) else echoed(value)

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from kvrs.config.settings import Settings, echoed, parse_yaml
+from kvrs.config.settings import Settings, echoed, parse_yaml, yaml_fault
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
@@ -277,7 +277,7 @@ def load_faults(path: Path) -> list[Fault]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(yaml_fault(error, path)) from None
     try:
         return parse_faults(document)
     except ConfigError as error:

@@ -36,7 +36,8 @@ def test_the_environment_may_hold_them() -> None:
         ("a: {", "not valid YAML"),
         ("a: 1", "a: got 1; allowed: a section"),
         ("a: {keys: []}", "a.keys"),
-        ("a: {keys: [secret]}", "a.keys.0"),
+        ("a: {keys: [abc]}", "a.keys.0: got 3 characters; allowed: the SHA-256 of a key, 64 "),
+        ("a: {keys: 7}", "a.keys: got 7; allowed: a list"),
         (f"a: {{keys: [{HASH}], streams: 0}}", "a.streams: got 0"),
         (f"a: {{keys: [{HASH}], stream: 1}}", "a.stream: unknown key; allowed: enabled, keys"),
         (f"a: {{keys: [{HASH}], requests_per_s: 2}}", "requests_per_s: this setting is gone; "),
@@ -51,6 +52,25 @@ def test_a_fault_is_named_by_its_path(tmp_path: Path, text: str, fault: str) -> 
         read(tmp_path / "keys", text)
 
     assert fault in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: {keys: [sk-mine]}",
+        "a: {keys: sk-mine}",
+        "a: sk-mine",
+        "sk-mine",
+        "a: {keys: [sk-mine}",
+        "a: *sk-mine",
+    ],
+)
+def test_a_fault_shows_no_key(tmp_path: Path, text: str) -> None:
+    """A key may stand where its hash belongs, and errors go to logs."""
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path / "keys", text)
+
+    assert "sk-mine" not in str(raised.value)
 
 
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:

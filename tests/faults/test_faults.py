@@ -504,3 +504,13 @@ def test_a_stage_is_hit_where_it_is_in_a_host() -> None:
     ((name, stage),) = again[0].stages.items()
     assert (name, stage in (1, 2), len(again)) == ("d1", True, 1)
     assert [fault.label for fault in schedule.pending] == ["kill d1 stage 0 (at_s 0.0)"]
+
+
+def test_text_that_is_not_yaml_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "faults.yaml"
+    path.write_text("- {when: {at_s: 1}}\n- {what: [\n")
+
+    with pytest.raises(ConfigError, match=r"faults\.yaml:3: not valid YAML: ") as raised:
+        load_faults(path)
+
+    assert "unicode string" not in str(raised.value)
