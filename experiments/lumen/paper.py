@@ -39,11 +39,9 @@ from experiments.lumen.simulated import (
     Row,
     Setup,
     by_case,
-    change,
+    cell_text,
     forked_cell,
-    is_shown,
     mean,
-    shown,
 )
 from experiments.record import Record
 
@@ -138,10 +136,7 @@ def as_text(found: ByCase, result: str = "ten_workers") -> str:
         for scheme, by_seed in rows.items():
             line = f"{case:12}{scheme:18}{len(by_seed):>6}{mean(by_seed, 'interrupted'):>5.0f}"
             for _, key, scale in COLUMNS:
-                cell = f"{mean(by_seed, key) * scale:.2f}"
-                if scheme != base and (by := change(rows, scheme, key, base)) is not None:
-                    cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
-                line += f"{cell:>24}"
+                line += f"{cell_text(rows, scheme, key, scale, base):>24}"
             lines.append(line.rstrip())
         first = rows[base]
         ttft_s, tpot_s = (mean(first, f"window_clean_{key}") for key in ("ttft_s", "tpot_s"))

@@ -37,11 +37,9 @@ from experiments.lumen.simulated import (
     Scheme,
     Setup,
     by_case,
-    change,
+    cell_text,
     figures,
-    is_shown,
     mean,
-    shown,
 )
 from experiments.record import Record
 from experiments.rig import draw
@@ -256,10 +254,7 @@ def as_text(found: ByCase) -> str:
             hit = mean(by_seed, "interrupted")
             text = f"{case:9}{scheme:18}{len(by_seed):>6}{hit:>5.0f}"
             for _, key, scale in SHOWN:
-                cell = f"{mean(by_seed, key) * scale:.2f}"
-                if scheme != STOP.name and (by := change(rows, scheme, key)) is not None:
-                    cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
-                text += f"{cell:>24}"
+                text += f"{cell_text(rows, scheme, key, scale):>24}"
             lines.append(text.rstrip())
         clean, tpot = (mean(rows[STOP.name], f"clean_{key}") for key in ("ttft_s", "tpot_s"))
         lines.append(f"{case:9}{'no failure':29}{'':24}{clean:>24.2f}{'':48}{tpot * 1e3:>24.2f}")

@@ -441,3 +441,13 @@ def is_shown(found: Interval) -> bool:
 
 def mean(rows: dict[str, Row], key: str) -> float:
     return fmean(row[key] for row in rows.values())
+
+
+def cell_text(
+    rows: dict[str, dict[str, Row]], scheme: str, key: str, scale: float, base: str = STOP.name
+) -> str:
+    """The mean of a scheme, and in brackets its change against another one."""
+    text = f"{mean(rows[scheme], key) * scale:.2f}"
+    if scheme != base and (by := change(rows, scheme, key, base)) is not None:
+        text += f" ({shown(by)}{'*' if is_shown(by) else ''})"
+    return text
