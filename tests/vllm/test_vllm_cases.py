@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from kvrs_testkit.vllm_servers import VllmServers
 from tests.openai_cases import (
     CASES,
@@ -16,15 +14,10 @@ from tests.openai_cases import (
     missing,
     refused_otherwise,
 )
+from tests.vllm.marks import REAL_VLLM
 from tests.vllm.test_vllm_proxy import open_front
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 # Path, and the body of a POST; None: a GET.
 BESIDE: list[tuple[str, dict[str, Any] | None]] = [

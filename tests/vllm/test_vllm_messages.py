@@ -10,15 +10,10 @@ import pytest
 
 from kvrs_testkit.vllm_servers import VllmServers
 from tests.messages_cases import CASES, WALK, Message, ask, body_of, count
+from tests.vllm.marks import REAL_VLLM
 from tests.vllm.test_vllm_proxy import Front, open_front
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 
 @pytest.fixture

@@ -19,14 +19,9 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.settings import parse_yaml
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.vllm_servers import VllmServers
+from tests.vllm.marks import REAL_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 SECRET = b"only for tests, thirty-two bytes!"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "vllm.md"

@@ -9,15 +9,10 @@ import pytest
 
 from experiments.kills.replayed import KINDS, Said, alike
 from kvrs_testkit.vllm_servers import ServerError, VllmServers
+from tests.vllm.marks import REAL_VLLM
 from tests.vllm.test_vllm_proxy import MESSAGES, open_front
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 
 def said(answer: tuple[int, Any]) -> Said:

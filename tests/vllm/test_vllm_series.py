@@ -10,14 +10,9 @@ from rich.console import Console
 from experiments.kills.vllm import kill_series
 from experiments.kills.vllm_figures import faults_of
 from kvrs_testkit.vllm_servers import VllmServers
+from tests.vllm.marks import REAL_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.nightly,
-]
+pytestmark = REAL_VLLM
 
 AS_CLAIMED: dict[str, Any] = {
     "option": "migrate",
