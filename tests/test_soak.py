@@ -3,6 +3,7 @@
 import pytest
 
 from experiments.soak.growth import Growth, Sample, Size, growths
+from experiments.soak.load import EVERY_S, until_turn_s
 
 RUN_S, STEP_S, MIB = 3600.0, 10.0, 1 << 20
 
@@ -59,3 +60,13 @@ def test_more_descriptors_are_a_leak_too() -> None:
 
     assert Growth(1, size, size._replace(descriptors=55)).is_flat
     assert not Growth(1, size, size._replace(descriptors=56)).is_flat
+
+
+@pytest.mark.parametrize(
+    ("after_turns", "until_turns"),
+    [(-0.25, 0.25), (0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (3.75, 0.25)],
+    ids=["before the first", "at the first", "in time", "as long as a turn", "late"],
+)
+def test_a_late_client_leaves_turns_out(after_turns: float, until_turns: float) -> None:
+    """Catching up would give some minutes more answers than others."""
+    assert until_turn_s(100.0, 100.0 + after_turns * EVERY_S) == until_turns * EVERY_S

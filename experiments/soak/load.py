@@ -48,6 +48,11 @@ def _body(
     }
 
 
+def until_turn_s(first_s: float, now_s: float) -> float:
+    """The time to a client's next turn; turns that passed during its last stream are left out."""
+    return max(first_s - now_s, 0.0) or EVERY_S - (now_s - first_s) % EVERY_S
+
+
 class Load:
     """Clients that begin a stream every `EVERY_S`, until stopped. One whose stream takes longer
     leaves turns out, so that no five minutes have more streams than others. Requests and proxies
@@ -69,10 +74,9 @@ class Load:
         self._stop = True
 
     async def _client(self, number: int, way: Way) -> None:
-        begun_s = time.monotonic() + EVERY_S * number / len(WAYS)
+        first_s = time.monotonic() + EVERY_S * number / len(WAYS)
         while True:
-            late_s = (time.monotonic() - begun_s) % EVERY_S
-            await asyncio.sleep(EVERY_S - late_s)
+            await asyncio.sleep(until_turn_s(first_s, time.monotonic()))
             if self._stop:
                 return
             round_, turn = divmod(next(self._turns), len(self._order))
