@@ -98,10 +98,8 @@ def unknown_victims(
 def _not_signalled(
     faults: Sequence[Fault], members: Mapping[InstanceId, InstanceView], state: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a line for each fault that would signal a process of somebody else, or an unknown one.
-
-    Only processes that this laboratory started are signalled: the admin port may be that of another
-    cluster than the user means.
+    """Yield a line for each fault that would signal a process whose id is unknown, or an instance
+    that `kvrs lab up` did not start: the admin port may belong to a cluster in production.
     """
     is_ours = any(proxy.get("launcher_pid") for proxy in state.get("proxies", ()))
     unknown = {name for name, row in rows_of(state).items() if row["pid"] == 0}

@@ -541,9 +541,9 @@ async def test_faults_with_unknown_victims_are_refused_before_any_load() -> None
     ]
 
 
-async def test_processes_of_a_cluster_that_somebody_else_started_are_not_signalled() -> None:
-    """The admin port may be another proxy's than the user means. What instances do themselves needs
-    the cluster's secret, which they check.
+async def test_processes_that_the_laboratory_did_not_start_are_not_signalled() -> None:
+    """The admin port may belong to a cluster in production. Faults that instances carry out
+    themselves need the cluster's secret, which instances check.
     """
     asked: list[Any] = []
     async with instance(asked) as url:
