@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvrs.config.proxy import ADMIN_PORT_STEP
 from kvrs_testkit.awaited import AwaitedProcess, forked
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import WITHIN_S
@@ -106,7 +107,7 @@ async def test_a_stream_survives_behind_urls_alone(
     names: tuple[str, ...], workers: tuple[str, ...]
 ) -> None:
     """No file, no secret, no profile and no model on this machine; with prefill or without."""
-    port, admin_port = free_ports(2)
+    port, admin_port, *_ = free_ports(2 + ADMIN_PORT_STEP)  # The second worker's too.
     options = ("--port", str(port), "--admin-port", str(admin_port), *workers)
     async with (
         servers(*names) as found,
