@@ -28,7 +28,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A client's wait for its next token while its stream is recovered."""
+    """A client's wait between two tokens of its stream, between which the stream is recovered."""
 
     from_s: float
     to_s: float
@@ -101,18 +101,14 @@ def gaps_s(record: StreamRecord) -> list[float]:
 
 def pause_of(record: StreamRecord, decided_s: float, produced_tokens: int) -> Pause | None:
     """The wait between the last token before a recovery and the first token after it; None: no
-    later token.
+    earlier token, so that the wait is part of TTFT, or no later token.
 
     The first `produced_tokens` tokens came before the recovery's decision at `decided_s`, though
     some may have reached the client later. Events without token ids are told apart by their times.
-    The wait for a first token counts from the decision on, since the rest is TTFT.
     """
     times_s = record.token_times_s
     before = produced_tokens if record.token_ids else bisect_right(times_s, decided_s)
-    if before >= len(times_s):
-        return None
-    began_s = times_s[before - 1] if before else max(record.sent_s, decided_s)
-    return Pause(began_s, times_s[before])
+    return Pause(*times_s[before - 1 : before + 1]) if 0 < before < len(times_s) else None
 
 
 def fault_to_first_token_s(

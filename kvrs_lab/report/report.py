@@ -202,9 +202,7 @@ def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> d
 
 
 def _pauses_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The pauses of clients. A recovery that failed and was decided again is one pause, which
-    began with the first decision.
-    """
+    """The pauses of clients. A recovery that failed and was decided again is one pause."""
     pauses_s = {
         (row["stream"], row["pause_to_s"]): row["pause_s"]
         for row in reversed(rows)

@@ -71,7 +71,7 @@ def test_a_stream_without_tokens_has_no_times() -> None:
         pytest.param((1.0, 1.1, 1.9, 2.0), 2, Pause(1.1, 1.9), id="around the decision"),
         pytest.param((1.0, 1.1, 1.21, 1.9), 3, Pause(1.21, 1.9), id="a token was on its way"),
         pytest.param((1.0, 1.1, 1.3, 9.9), 2, Pause(1.1, 1.3), id="a longer wait comes later"),
-        pytest.param((2.0, 2.1), 0, Pause(1.2, 2.0), id="before the first token"),
+        pytest.param((2.0, 2.1), 0, None, id="no token came before it"),
         pytest.param((1.0, 1.1), 2, None, id="no token came after it"),
     ],
 )

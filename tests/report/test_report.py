@@ -185,21 +185,28 @@ def test_gaps_and_tfs_come_from_the_clients_side() -> None:
 
 
 def test_a_recovery_that_was_decided_twice_is_one_wait() -> None:
-    """The client sees a pause, not the attempts within it. Before the first token it begins with
-    the first decision.
-    """
-    faulted = [stream(0, 0.8, 0.9, 1.3), stream(1, 1.51, 1.52)]
+    """The client sees a pause, not the attempts within it."""
+    faulted = [stream(0, 0.8, 0.9, 1.3), stream(1, 0.7, 0.8, 1.4)]
     recoveries = [
         recovery("s0", "migrate"),
         recovery("s0", "recompute", 1.1),
-        recovery("s1", "start", produced_tokens=0),
-        recovery("s1", "start", 1.2, produced_tokens=0),
+        recovery("s1", "migrate"),
     ]
 
     report = build_report(faulted, faulted, recoveries, [KILL], {})
 
-    assert report["gap_s"]["p50"] == pytest.approx(0.45)
-    assert report["gap_s"]["max"] == pytest.approx(0.5)
+    assert report["gap_s"]["p50"] == pytest.approx(0.5)
+
+
+def test_a_stream_without_a_token_has_no_pause() -> None:
+    """Its wait is in TTFT, as on the live page."""
+    faulted = [stream(0, 0.8, 0.9, 1.3), stream(1, 1.91, 1.92)]
+    recoveries = [recovery("s0", "migrate"), recovery("s1", "start", produced_tokens=0)]
+
+    report = build_report(faulted, faulted, recoveries, [KILL], {})
+
+    assert report["gap_s"]["max"] == pytest.approx(0.4)
+    assert report["recovery_rows"][1]["real_s"] is not None
 
 
 def test_times_of_another_clock_are_a_bug() -> None:
