@@ -215,7 +215,13 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             "recovery --limit-s 3400",
             quick=(4, "recovery --cases 4x1 --repeats 1"),
         ),
-        _of("lumen", "processes", 60, "processes", quick=(4, "processes --cases 4x1 --seeds 1")),
+        _of(
+            "lumen",
+            "processes",
+            60,
+            "processes",
+            quick=(4, "processes --cases 4x1 --seeds 1 --requests 30"),
+        ),
         _of("checkpoint_cost", "checkpoint_cost", 10, quick=(1, "run --rounds 10 --kills 2")),
     ),
     "raidserve": (
@@ -281,7 +287,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         _of("anchortp", "in_place", 13, "in_place", quick=(0.8, "in_place --streams 100")),
         _of(
             *("experts", "cpu", 17, "cpu --steps 30 --seeds 3 --rows 128"),
-            quick=(1, "cpu --tiny --steps 2 --rows 32"),
+            quick=(1, "cpu --tiny --steps 2 --rows 32 --skews 1"),
         ),
         _of(
             *("experts", "lost_ranks", 60, "lost_ranks"),

@@ -1,7 +1,7 @@
 """LUMEN's failures with processes that keep the clock of another GPU: A.1 and A.2 with one of four
 instances, A.4 with two.
 
-    python -m experiments.lumen.processes [--cases 4x1 4x2] [--seeds 4]
+    python -m experiments.lumen.processes [--cases 4x1 4x2] [--seeds 4] [--requests 65]
 
 Proxy, instances, agents and helpers are real, and compute tokens and KV of a pair of tiny models;
 steps and loads take the time of the profiles. Instances are killed by their process ids. Every
@@ -190,24 +190,24 @@ def different(faulted: Run, clean: Run) -> int:
     )
 
 
-def cell(name: str, models: Path, console: Console) -> dict[str, Row]:
+def cell(setup: Setup, name: str, models: Path, console: Console) -> dict[str, Row]:
     """By scheme."""
     text, _, seed_text = name.partition("#")
-    case, seed = Case.of(SETUP, text), int(seed_text)
+    case, seed = Case.of(setup, text), int(seed_text)
     before, runs = cpu_ticks(), {}
-    for scheme in random.Random(name).sample(SETUP.schemes, len(SETUP.schemes)):
+    for scheme in random.Random(name).sample(setup.schemes, len(setup.schemes)):
         runs[scheme.name] = carried_out(case, scheme, models, seed, console)
     cpu_share = share_used(before, cpu_ticks())
     clean = runs[STOP.name].clean
     assert clean is not None
     return {
-        scheme.name: figures(runs[scheme.name].faulted, clean, SETUP)
+        scheme.name: figures(runs[scheme.name].faulted, clean, setup)
         | {
             "wrong": runs[scheme.name].wrong,
             "different": different(runs[scheme.name].faulted, clean),
             "cpu_share": cpu_share,
         }
-        for scheme in SETUP.schemes
+        for scheme in setup.schemes
     }
 
 
@@ -223,12 +223,12 @@ def faults_of(cells: dict[str, dict[str, Row]]) -> list[str]:
 
 
 def measure(
-    cells: Cells, names: Sequence[str], limit_s: float, seed: int, console: Console
+    cells: Cells, setup: Setup, names: Sequence[str], limit_s: float, console: Console
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         models = Path(directory)
-        write_pair(models, ACCEPTANCE, seed)
-        cells.measure(names, limit_s, lambda name: cell(name, models, console))
+        write_pair(models, ACCEPTANCE, seed=0)
+        cells.measure(names, limit_s, lambda name: cell(setup, name, models, console))
 
 
 SHOWN = (
@@ -240,10 +240,10 @@ SHOWN = (
 )
 
 
-def as_text(found: ByCase) -> str:
+def as_text(setup: Setup, found: ByCase) -> str:
     lines = [
-        f"{SETUP.preset} lengths, {SETUP.requests} requests an instance, {SETUP.per_s}/s unless "
-        f"named, {SETUP.pace}, back after {SETUP.reload_s:.3g} s; means of the seeds; drafts of "
+        f"{setup.preset} lengths, {setup.requests} requests an instance, {setup.per_s}/s unless "
+        f"named, {setup.pace}, back after {setup.reload_s:.3g} s; means of the seeds; drafts of "
         f"{DRAFT}, {DEPTH} a step, right with probability {ACCEPTANCE}",
         "in brackets against stop-and-restart, seed by seed; * where the interval excludes 0",
         f"{'case':9}{'scheme':18}{'seeds':>6}{'hit':>5}"
@@ -276,17 +276,20 @@ def main() -> int:
     parser = parser_of(__doc__, __file__)
     parser.add_argument("--cases", nargs="+", default=["4x1", "4x2"])
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=SETUP.requests, help="of an instance")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     options = parser.parse_args()
+    setup = replace(SETUP, requests=options.requests)
     record = Record(*range(options.seeds))
-    cells = Cells(options.out, "processes", {"reload_s": SETUP.reload_s, "per_s": SETUP.per_s})
+    common = {key: getattr(setup, key) for key in ("reload_s", "per_s", "requests")}
+    cells = Cells(options.out, "processes", common)
     names = [f"{case}#{seed}" for seed in range(options.seeds) for case in options.cases]
-    measure(cells, names, options.limit_s, 0, output())
+    measure(cells, setup, names, options.limit_s, output())
     cpu_share = max(row["cpu_share"] for rows in cells.found.values() for row in rows.values())
     record.check_cpu(cpu_share, MOST_CPU)
     faults = faults_of(cells.found)
     figures: dict[str, Any] = {"cases": by_case(cells.found), "cpu_share": cpu_share}
-    lines = [as_text(figures["cases"]), f"CPU in use {cpu_share:.0%}"]
+    lines = [as_text(setup, figures["cases"]), f"CPU in use {cpu_share:.0%}"]
     text = "\n".join(lines + (faults or ["every stream is that of the run without a failure"]))
     print(text)
     cells.keep(record, figures, text)
