@@ -41,6 +41,9 @@ from kvrs.proxy.mirror.roles import (
 
 # Time after its last message for which an unfinished stream's record is not evicted.
 _EVICT_AFTER_S = 5.0
+# Time after its last message after which the events of a record are packed, as long as the stream
+# does not run here.
+_PACK_AFTER_S = 5.0
 _AWAY_S = 10.0  # Time for which a proxy that ends waits for clients to resume their streams.
 # Time for which the key of a deleted record is remembered, because updates and copies may still
 # arrive.
@@ -223,9 +226,11 @@ class RecordBook:
         self._dropped = {
             key: at_s for key, at_s in self._dropped.items() if at_s + _DROPPED_S > now_s
         }
-        for record in list(self.records.values()):
-            if record.touched_s + self._keep_s < now_s and not record.role.is_owner:
+        for record in [each for each in self.records.values() if each.is_kept]:
+            if record.touched_s + self._keep_s < now_s:
                 self._drop(record.key)
+            elif record.touched_s + _PACK_AFTER_S < now_s:
+                self._note_growth(record, record.pack())
         # Records of streams that run here may have grown, so others must make room.
         for tenant in {each.tenant for each in self.records.values() if each.role.is_owner}:
             self._make_room(tenant, now_s)

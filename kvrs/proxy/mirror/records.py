@@ -3,8 +3,12 @@
 A record holds a prefix of its stream's events, in order and each once. From ids alone a proxy would
 need a tokenizer, and could not repeat log probabilities or tool calls. The owner epoch rises by one
 with each grant, the mirror number whenever the owner takes another mirror.
+
+Events of one stream are nearly equal, and small objects in memory. A record whose stream does not
+run here has them in one compressed block, a small part of their size.
 """
 
+import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,6 +36,8 @@ CLAIM_S = 0.25
 _FIXED_BYTES = 1024  # Memory of a record without its events and its prompt.
 _BYTES_PER_EVENT = 160  # Memory of an event without its data and its ids.
 
+_PACKED_EVENTS = msgspec.msgpack.Decoder(list[StreamEvent])
+
 
 class PresentPeers(NamedTuple):
     """Ids of the live peers, and of those among them that records are sent to."""
@@ -51,7 +57,8 @@ class Record:
     owner: str
     owner_epoch: int
     mirror_no: int = 0
-    events: list[StreamEvent] = field(default_factory=list)
+    _events: list[StreamEvent] = field(default_factory=list, init=False)
+    _packed: bytes = field(default=b"", init=False)  # All events, which `_events` then lacks.
     # Ids of the prompt, packed; None: not known yet, or not sent yet.
     prompt_ids: bytes | None = None
     reserved_bytes: int = 0  # Number of bytes counted for the prompt until its ids are known.
@@ -91,9 +98,29 @@ class Record:
         return self.owner_epoch > 0 and self.header_at(now_s).owned_s < CLAIM_S
 
     @property
+    def events(self) -> list[StreamEvent]:
+        """The events; a packed record decodes them for each call."""
+        if self._packed:
+            return _PACKED_EVENTS.decode(zlib.decompress(self._packed))
+        return self._events
+
+    def pack(self) -> int:
+        """Compress the events; return the bytes by which the record has grown, which are less than
+        zero.
+        """
+        if self._packed or not self._events:
+            return 0
+        packed = zlib.compress(msgspec.msgpack.encode(self._events), level=1)
+        grown = len(packed) - sum(map(_size_of, self._events))
+        self._packed, self._events = packed, []
+        self.size_bytes += grown
+        return grown
+
+    @property
     def seq(self) -> int:
         """Position of a client that has every event of the record; -1: the record has no event."""
-        return self.events[-1].seq if self.events else -1
+        events = self.events
+        return events[-1].seq if events else -1
 
     @property
     def output_ids(self) -> "array[int]":
@@ -108,7 +135,11 @@ class Record:
     def add(self, event: StreamEvent) -> int:
         """Append an event; return the bytes by which the record has grown."""
         grown = _size_of(event)
-        self.events.append(event)
+        if self._packed:
+            self._events = self.events
+            grown += sum(map(_size_of, self._events)) - len(self._packed)
+            self._packed = b""
+        self._events.append(event)
         self.size_bytes += grown
         return grown
 

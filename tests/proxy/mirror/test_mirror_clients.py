@@ -88,9 +88,8 @@ def keyed_stream(
     record = Record(
         "k", S, StreamHeader(b"digest", None, (None, None, None), 0.0, 0.0), 0.0, "a-1", 0
     )
-    record.events = [
-        StreamEvent(seq, pack_ids([seq]), b'{"choices":[]}') for seq in range(1, events + 1)
-    ]
+    for seq in range(1, events + 1):
+        record.add(StreamEvent(seq, pack_ids([seq]), b'{"choices":[]}'))
     driver = Driver(Config(), {}, {}, Metrics(), clock, clock)
     driver.end_early = lambda stream, failure: stopped.append(failure)  # type: ignore[method-assign]
     return KeyedStream(

@@ -128,7 +128,8 @@ def test_nothing_goes_to_a_client_before_the_mirror_has_the_header() -> None:
     nothing waits.
     """
     outbox = Outbox(record())
-    outbox.record.events = [event(1), event(2), event(3)]
+    for seq in (1, 2, 3):
+        outbox.record.add(event(seq))
     assert [outbox.sendable(0.0, sync=sync) for sync in (False, True)] == [3, 3]
 
     outbox.assign("m")
@@ -265,7 +266,8 @@ def test_a_client_gets_what_it_lacks_and_nothing_twice() -> None:
 def test_a_claimant_adds_the_events_it_has_as_the_owner_before() -> None:
     """Its client came back to it: nothing has to be regenerated."""
     own = record()
-    own.events = [event(1), event(2), event(3)]
+    for seq in (1, 2, 3):
+        own.add(event(seq))
     granted = record_from(
         msgspec.structs.replace(own.update(0.0), owner_epoch=1, events=own.events[:1]), 0.0
     )
@@ -420,6 +422,39 @@ def test_records_that_grow_stay_within_the_bounds() -> None:
 
     assert (outbox.mirror, outbox.full, mirror.records, mirror.size_bytes) == (None, True, {}, 0)
     assert list(owner.records) == ["own"]
+
+
+def test_an_idle_record_is_packed_and_has_the_same_events() -> None:
+    """That of a finished stream, and that of a mirror, which more events then follow."""
+    book = RecordBook()
+    own, mirrored = record("own"), record("mirrored")
+    assert book.own(own, 0.0)
+    for seq in range(1, 101):
+        book.add(own, event(seq))
+        mirrored.add(event(seq))
+    book.receive(mirrored.update(0.0), "a", 0.0)
+    running_bytes = own.size_bytes
+    book.expire(6.0)
+    assert own.events is own.events, "a running stream reads its record with each token"
+    book.end(own, 0.0)
+    expected = [event(seq) for seq in range(1, 101)]
+
+    book.expire(4.0)
+    assert own.size_bytes == running_bytes
+    book.expire(6.0)
+
+    for each in book.records.values():
+        assert each.size_bytes < running_bytes / 5
+        assert (each.events, each.seq) == (expected, 100)
+        assert each.update(6.0, from_event=98).events == expected[98:]
+    assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
+
+    mirrored.add(event(101))
+    received = book.receive(mirrored.update(6.0, from_event=100, with_header=False), "a", 6.0)
+    assert received.ack == UpdateAck(AckStatus.STORED, 101)
+    assert book.records["mirrored"].events == [*expected, event(101)]
+    assert book.records["mirrored"].size_bytes > running_bytes
+    assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
 
 
 def test_an_owner_that_gave_up_a_full_mirror_is_claimed_from_before_that_mirror() -> None:

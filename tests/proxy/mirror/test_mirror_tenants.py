@@ -4,6 +4,7 @@ import gc
 import tracemalloc
 
 import msgspec
+import pytest
 
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import AckStatus, StreamEvent, StreamHeader, StreamState, pack_ids
@@ -112,7 +113,8 @@ def test_room_for_a_prompt_is_taken_before_it_is_known() -> None:
     assert first.size_bytes < 210_000
 
 
-def test_the_book_says_what_it_holds() -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_book_says_what_it_holds(is_packed: bool) -> None:
     """Compared with what is allocated, for large prompts and for many small events."""
     for prompt_tokens, events, records in ((200_000, 10, 10), (100, 500, 50), (1, 1, 500)):
         gc.collect()
@@ -120,6 +122,8 @@ def test_the_book_says_what_it_holds() -> None:
         book = RecordBook()
         for n in range(records):
             _fill(book, n, prompt_tokens, events)
+        if is_packed:
+            book.expire(6.0)
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
 
