@@ -216,12 +216,12 @@ class Admissions:
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
     async def read_body(self, call: ClientCall) -> None:
-        """Read a request's body into `call`. Raises RequestError, like `_check_room` and
-        `bodies.read_body`, which refuses a body if open requests leave no memory.
+        """Read a request's body into `call`. Raises RequestError, like `_check_room`,
+        `RequestUsage.allow` and `bodies.read_body`.
         """
         request = call.request
         self._check_room(1, KEY in request.headers)
-        # A body with too many bytes is refused before it is read, by the proxy's own limit first.
+        # A body with too many bytes is refused before it is read, by the proxy's own limits first.
         call.held.allow(request.content_length or 0)
         self._max_elements(request.content_length or 0)
         call.body = await read_body(request, call.held)

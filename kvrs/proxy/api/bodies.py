@@ -50,13 +50,11 @@ class _Reading:
 
 
 async def read_body(request: Request, held: RequestUsage) -> bytes:
-    """Read a request's body. A body for which open requests leave no memory is refused before
-    reading.
+    """Read a request's body.
 
     Raises:
         RequestError: compressed, too long, too slow, or open requests leave no memory.
     """
-    held.allow(request.content_length or 0)
     if (body := request.coming) is None or body.is_over:  # The whole body arrived with the head.
         whole = await request.read()
     else:

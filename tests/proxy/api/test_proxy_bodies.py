@@ -80,15 +80,12 @@ async def test_a_body_without_room_is_refused_before_it_is_read(
 ) -> None:
     """The declared length shows that it has no room: reading it would be for nothing."""
     system = await build(pairs=1, proxy=FOR_THREE)
-    system.script.gate = asyncio.Event()
-    body = {"messages": [{"role": "user", "content": "x" * 90 * KIB}], "max_tokens": 1}
-    asked = [asyncio.create_task(system.ask(body)) for _ in range(3)]
-    await system.until_streams_hold(0, count=3)
+    port = system.proxy.port
 
-    async with unfinished(system.proxy.port, 1, 1, 50 * KIB) as (refused,):
-        status, head, error = await answer_of(refused)
-    system.script.gate.set()
-    await asyncio.gather(*asked)
+    async with unfinished(port, 3, 90 * KIB, 100 * KIB):
+        await until_held(system, 270 * KIB)
+        async with unfinished(port, 1, 1, 50 * KIB) as (refused,):
+            status, head, error = await answer_of(refused)
 
     assert (status, error["code"]) == (503, "no_room")
     found = re.search(rb"Retry-After: (\d+)\r\n", head)
