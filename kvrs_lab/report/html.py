@@ -13,12 +13,13 @@ from kvrs_lab.report import plots
 from kvrs_lab.report.report import Report
 from kvrs_lab.report.style import CSS
 from kvrs_lab.report.table import (
-    doubt_lines,
+    bound_streams,
     errors_by_kind,
     fault_label,
-    hit_counts,
+    interrupted_streams,
     milliseconds,
     never_due_lines,
+    note_lines,
     origin_sentence,
     papers_measures,
     quantities,
@@ -74,14 +75,15 @@ _TIMELINE_WORDS = (
 def _headline(report: Report) -> str:
     kind = "bad" if report["reasons"] else "good"
     faults = ", ".join(map(fault_label, report["faults"]))
-    decoding, others = hit_counts(report)
+    decoding, others = bound_streams(report)
     story = (
-        f"{faults}: {decoding} streams were decoding, {others} on their way there; recoveries: "
+        f"{faults}: {decoding} streams were decoding there, {others} on their way there; "
+        f"{interrupted_streams(report)} needed a recovery; recoveries: "
         f"{recoveries_by_option(report)}."
         if faults
         else "No fault was carried out."
     )
-    notes = {"warning": never_due_lines(report), "note": doubt_lines(report)}
+    notes = {"warning": never_due_lines(report), "note": note_lines(report)}
     lines = [(kind, line) for kind, of_kind in notes.items() for line in of_kind]
     warning = "".join(f"<p class={kind}>{escape(line)}</p>" for kind, line in lines)
     # Several reasons become a list below a short headline.

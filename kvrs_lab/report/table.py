@@ -26,7 +26,7 @@ def terminal_table(report: Report) -> RenderableType:
         _verdict(report),
         Text(origin_sentence(report), style="dim"),
         *(Text(line, style="red") for line in faults),
-        *(Text(line) for line in doubt_lines(report)),
+        *(Text(line) for line in note_lines(report)),
         quantities(report),
     )
 
@@ -71,8 +71,8 @@ def verdict_sentence(report: Report) -> str:
     return f"Not exact: {'; '.join(report['reasons'])}."
 
 
-def doubt_lines(report: Report) -> list[str]:
-    """Sentences on figures that are less reliable than they look."""
+def note_lines(report: Report) -> list[str]:
+    """Sentences on figures that are less reliable than they look, or do not seem to agree."""
     warm = None
     if (
         report["exact"] is not None
@@ -83,7 +83,8 @@ def doubt_lines(report: Report) -> list[str]:
             "and goodput differ by more than the faults; with the cluster's secret both begin with "
             "empty ones."
         )
-    return [line for line in (busy_sentence(report), late_sentence(report), warm) if line]
+    lines = (busy_sentence(report), late_sentence(report), warm, spared_sentence(report))
+    return [line for line in lines if line]
 
 
 def busy_sentence(report: Report) -> str | None:
@@ -113,6 +114,17 @@ def late_sentence(report: Report) -> str | None:
         f"The client of this measurement sent {run['late']} of {run['streams']} requests more than "
         f"{LATE_S * 1000:.0f} ms late (at most {milliseconds(run['lag_s']['max'])}{rates}), which "
         f"is no delay of kvrs; TTFT from arrival contains it."
+    )
+
+
+def spared_sentence(report: Report) -> str | None:
+    """A sentence on streams of the victims that needed no recovery."""
+    bound, interrupted = sum(bound_streams(report)), interrupted_streams(report)
+    if interrupted >= bound:
+        return None
+    return (
+        f"{bound} streams were bound to a victim, and {interrupted} needed a recovery: a stream "
+        f"that the victim did not work on yet, or no longer worked on, needs none."
     )
 
 
@@ -159,8 +171,8 @@ def recoveries_by_option(report: Report) -> str:
     )
 
 
-def hit_counts(report: Report) -> tuple[int, int]:
-    """Count the streams that depended on the victims of all faults: those that were decoding, and
+def bound_streams(report: Report) -> tuple[int, int]:
+    """Count the streams that were bound to the victims of all faults: those that were decoding, and
     those without a token of their present attempt.
     """
     phases: Counter[str] = Counter()
@@ -168,6 +180,10 @@ def hit_counts(report: Report) -> tuple[int, int]:
         phases.update(fault["phases"])
     decoding = phases["decode"] + phases["near_end"]
     return decoding, phases.total() - decoding
+
+
+def interrupted_streams(report: Report) -> int:
+    return sum(fault["recoveries"] for fault in report["faults"])
 
 
 def window_words(report: Report) -> str:
@@ -234,7 +250,8 @@ def quantities(report: Report) -> Table:
 def _add_fault_rows(report: Report, row: Any) -> None:
     row("pause of a stream p50 / longest", _pair(report["gap_s"], "max"))
     row("faults", Text(_faults(report)))
-    row("hit: decoding / on their way there", " / ".join(map(str, hit_counts(report))))
+    row("bound to it: decoding / not yet", " / ".join(map(str, bound_streams(report))))
+    row("streams that needed a recovery", str(interrupted_streams(report)))
     row("recoveries", Text(recoveries_by_option(report)))
 
 

@@ -246,8 +246,22 @@ def test_the_page_begins_with_the_death_and_folds_the_measures_of_papers() -> No
     """Recoveries may outnumber the streams that were decoding."""
     page = render_html(exact_report())
 
-    assert "kill d0: 2 streams were decoding, 1 on their way there; recoveries: 1 abort" in page
+    assert "kill d0: 2 streams were decoding there, 1 on their way there; 3 needed a" in page
     assert re.search(r"<summary>Measures of papers.*TFS.*300\.0 ms", page)
+
+
+def test_a_note_explains_streams_of_a_victim_that_needed_no_recovery() -> None:
+    """The victim of a fault has more streams than it works on."""
+    report, equal = exact_report(), exact_report()
+    report["faults"][0]["phases"] = {"decode": 2, "prefill": 8}
+
+    shown, page = " ".join(in_terminal(report).split()), render_html(report)
+
+    words = "10 streams were bound to a victim, and 3 needed a recovery: a stream that the victim"
+    assert words in shown
+    assert words in page
+    assert "streams that needed a recovery 3 " in shown
+    assert "were bound to a victim, and" not in in_terminal(equal)
 
 
 def test_each_option_that_ends_in_a_token_has_its_own_colour() -> None:
@@ -279,7 +293,7 @@ def test_the_terminal_table_shows_verdict_and_both_runs() -> None:
 
     assert "Exact: 3 of 3 streams" in shown
     assert "kill [red]d0[/] at 1.00 s" in shown
-    assert re.search(r"hit: decoding / on their way there +2 / 1", shown)
+    assert re.search(r"bound to it: decoding / not yet +2 / 1", shown)
     assert re.search(r"pause of a stream p50 / longest +500\.0 / 600\.0 ms", shown)
     assert "TFS" not in shown
 
