@@ -41,6 +41,8 @@ def closing_process(process: int) -> Iterator[int]:
 
 def _open(pid: int, what: str, is_right: Callable[[], bool], otherwise: str) -> int:
     """Open a handle on the process, if it is the right one. Raises FaultError."""
+    if not pid:  # The process has not reported its id, or no process of the instance is known.
+        raise FaultError(f"{what}: its process id is {pid} (unknown); allowed: a known one")
     try:
         process = os.pidfd_open(pid)
     except (OSError, TypeError, ValueError) as error:

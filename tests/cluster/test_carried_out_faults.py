@@ -239,6 +239,19 @@ async def test_only_the_process_that_listens_there_is_ever_hit(victim: Victim) -
     assert victim.process.poll() is None
 
 
+@pytest.mark.parametrize("pid", [0, None])
+def test_a_process_without_a_known_id_is_refused_by_name(pid: int | None) -> None:
+    """An instance may lose its id in the state after the faults were checked."""
+    with running() as other:
+        url = f"http://127.0.0.1:{other.port}"
+
+        with pytest.raises(FaultError) as refused:
+            open_process(row("d0", "n0", url, 1) | {"pid": pid})
+
+    says = f"instance d0 at {url}: its process id is {pid} (unknown); allowed: a known one"
+    assert str(refused.value) == says
+
+
 async def test_a_process_of_another_machine_is_refused(victim: Victim) -> None:
     """The address is not local, whatever process has this id here."""
     with pytest.raises(FaultError, match="another machine"):
