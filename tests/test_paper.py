@@ -117,6 +117,7 @@ def test_a_plan_says_what_does_not_run_here_and_why() -> None:
 
     assert of(is_quick=False) == [(0.0, "no a"), (5, ""), (2, "")]
     assert of(is_quick=True, twice=True) == [(0.0, "no a"), (0.0, "it has no quick form"), (2, "")]
+    assert of(is_quick=True, twice=True, only_virtual=True) == [(2, "")]
     assert budget_minutes([Planned("p", long, 4.0)]) == 4 * SLACK
 
 
@@ -236,8 +237,8 @@ def test_a_quick_run_of_a_paper_keeps_rows_and_times(
     shares, in_place = result["programs"]
     assert (shares["state"], in_place["state"], in_place["twice"]) == ("done", "done", "same")
     assert in_place["cpu_s"] > 0
-    quick = json.loads((tmp_path / "paper/results/quick.json").read_text())
-    assert quick["papers"]["raidserve"]["programs"] == result["programs"]
+    times = json.loads((tmp_path / "paper/results/twice.json").read_text())
+    assert times["papers"]["raidserve"]["programs"] == result["programs"]
     rows = {row["exhibit"]: row for row in result["rows"]}
     assert len(rows) == len(exhibits.PAPERS["raidserve"].exhibits)
     assert result["run"]["commit"]

@@ -4,6 +4,7 @@
     python -m experiments.paper kvrs                   # Results go below experiments/.
     python -m experiments.paper kvrs lumen --quick     # In short; into a scratch folder.
     python -m experiments.paper all --quick --twice    # Those in virtual time two times.
+    python -m experiments.paper all --quick --twice --virtual    # Those alone.
 
 Results are laid out like experiments/: OUT/FOLDER/results/NAME.json of each program, and
 OUT/paper/results/PAPER.json with commit, load, seeds, what became of each program, and the rows. A
@@ -215,6 +216,9 @@ def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         "--twice", action="store_true", help="repeat what is in virtual time, and compare"
     )
     parser.add_argument(
+        "--virtual", action="store_true", help="only what is in virtual time, on any machine"
+    )
+    parser.add_argument(
         "--minutes", type=float, help="the budget; default: the sum of the minutes and a quarter"
     )
     parser.add_argument(
@@ -239,7 +243,9 @@ def main() -> int:
     # What is under way ends too, with all that it has started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     papers = [*PAPERS] if "all" in options.papers else list(dict.fromkeys(options.papers))
-    plan = planned(papers, is_quick=options.quick, twice=options.twice)
+    plan = planned(
+        papers, is_quick=options.quick, twice=options.twice, only_virtual=options.virtual
+    )
     minutes = budget_minutes(plan) if options.minutes is None else options.minutes
     scratch = Path(tempfile.mkdtemp(prefix="kvrs-paper-"))
     out = options.out or (scratch if options.quick else EXPERIMENTS)
@@ -254,17 +260,23 @@ def main() -> int:
     for paper in papers:
         record = Record(timed=False)
         found[paper] = run.run(paper, is_quick=options.quick, twice=options.twice)
-        keep(record, out, paper, found[paper], is_quick=options.quick)
+        keep(record, out, paper, found[paper], is_quick=options.quick, twice=options.twice)
     if out.resolve() == EXPERIMENTS.resolve():
         evidence.renew()
     return 0 if all(each.is_good for outcomes in found.values() for each in outcomes) else 1
 
 
 def keep(
-    record: Record, out: Path, paper: str, outcomes: Sequence[Outcome], *, is_quick: bool
+    record: Record,
+    out: Path,
+    paper: str,
+    outcomes: Sequence[Outcome],
+    *,
+    is_quick: bool,
+    twice: bool,
 ) -> None:
     """Keep the rows, the times and the picture of a paper; of a quick run, also the times of all
-    papers whose quick runs are below `out`.
+    papers whose quick runs are below `out`, as `quick`, or as `twice` with what was compared.
     """
     folder = out / "paper/results"
     rows = figures_of(paper, out)
@@ -282,7 +294,7 @@ def keep(
             for name, document in documents.items()
         }
         shown = table({name: document["programs"] for name, document in documents.items()})
-        record.keep(folder, "quick", {"papers": times}, shown)
+        record.keep(folder, "twice" if twice else "quick", {"papers": times}, shown)
 
 
 def table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -25,11 +25,17 @@ class Planned:
     why_not: str = ""
 
 
-def planned(papers: Sequence[str], *, is_quick: bool, twice: bool = False) -> list[Planned]:
-    """The programs of these papers in order; `twice`: those in virtual time run two times."""
+def planned(
+    papers: Sequence[str], *, is_quick: bool, twice: bool = False, only_virtual: bool = False
+) -> list[Planned]:
+    """The programs of these papers in order; `twice`: those in virtual time run two times;
+    `only_virtual`: no others.
+    """
     found = []
     for paper in papers:
         for each in PAPERS[paper]:
+            if only_virtual and not each.is_virtual:
+                continue
             why = "; ".join(each.missing())
             minutes = each.minutes
             if is_quick:
