@@ -188,6 +188,7 @@ def _report(options: DemoOptions, config: Config, faulted: Run, clean: Run) -> R
         never_due=never_due,
         proxy=faulted.proxy,
         cpu_pressures=[faulted.cpu_pressure, clean.cpu_pressure],
+        losses=faulted.losses,
     )
 
 

@@ -55,6 +55,20 @@ class AdminPort:
         """
         return await asyncio.to_thread(self.client.state)
 
+    async def losses(self) -> list[dict[str, Any]]:
+        """Read the latest losses of instances and agents, oldest first: their names, and the Unix
+        times at which the proxy noticed them.
+
+        Raises:
+            AdminError: as `state`.
+        """
+        overview = await asyncio.to_thread(self.client.overview)
+        return [
+            {"instance": row["subject"], "at_s": row["at_s"]}
+            for row in reversed(overview["incidents"])
+            if row["is_loss"]
+        ]
+
     async def wait_all_up(
         self, timeout_s: float, look_again_s: float, *, tested: bool = False
     ) -> None:

@@ -280,6 +280,7 @@ def _report(
         never_due=never_due,
         proxy=run.proxy,
         cpu_pressures=[each.cpu_pressure for each in (run, clean) if each is not None],
+        losses=run.losses,
     )
 
 

@@ -22,6 +22,7 @@ class Run:
     records: list[StreamRecord]
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[dict[str, Any]] = field(default_factory=list)  # Noticed by the proxy, if faults.
     never_due: list[Fault] = field(default_factory=list)  # Faults whose conditions were never met.
     cold: bool = False  # The prefix caches were empty at the start.
     proxy: dict[str, Any] = field(default_factory=dict)  # The proxy's row in its state.
@@ -118,7 +119,10 @@ async def run_pass(
         run.cpu_pressure = (waited_s - waited_before_s) / (time.monotonic() - start_s)
     if target.port is not None:
         state = await target.port.state()
-        run.recoveries = _recoveries(state, run.records, start_wall_s)
+        own = {record.stream for record in run.records}
+        recoveries = [row for row in state["recoveries"] if row["stream"] in own]
+        run.recoveries = _since(start_wall_s, recoveries)
+        run.losses = _since(start_wall_s, await target.port.losses()) if run.faults else []
         run.proxy = next(iter(state.get("proxies", ())), {})
     return run
 
@@ -158,13 +162,6 @@ async def _beside(
         await asyncio.gather(load, injector, return_exceptions=True)
 
 
-def _recoveries(
-    state: Any, records: Sequence[StreamRecord], start_wall_s: float
-) -> list[dict[str, Any]]:
-    own = {record.stream for record in records}
-    # The proxy's records have the wall clock of this machine.
-    return [
-        {**row, "at_s": row["at_s"] - start_wall_s}
-        for row in state["recoveries"]
-        if row["stream"] in own
-    ]
+def _since(start_wall_s: float, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the proxy, whose wall clock is that of this machine, with times of the pass."""
+    return [{**row, "at_s": row["at_s"] - start_wall_s} for row in rows]

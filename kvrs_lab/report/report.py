@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,6 +41,7 @@ def build_report(
     never_due: Sequence[str] = (),
     proxy: Mapping[str, Any] | None = None,
     cpu_pressures: Iterable[float | None] = (),
+    losses: Sequence[Mapping[str, Any]] = (),
 ) -> Report:
     """Describe a run, and compare it with the clean run of the same requests.
 
@@ -56,6 +57,7 @@ def build_report(
         never_due: labels of the faults that were not carried out.
         proxy: the proxy's row in its state (version, policy, config_digest), where known.
         cpu_pressures: share of each run in which a process of this machine waited for a CPU.
+        losses: losses of instances and agents that the proxy noticed, oldest first: at_s, instance.
     """
     slo = slo or Slo()
     assert all(abs(row["at_s"]) < _RUN_MAX_S for row in (*recoveries, *faults)), (
@@ -64,7 +66,7 @@ def build_report(
     verdicts = None if clean is None else oracle.judge(faulted, clean)
     by_stream = {record.stream: record for record in faulted if record.stream}
     rows = [_recovery_row(recovery, by_stream.get(recovery["stream"])) for recovery in recoveries]
-    fault_rows = _fault_rows(faults, rows, by_stream)
+    fault_rows = _fault_rows(faults, rows, losses, by_stream)
     run = metrics.summary(faulted, slo)
     report = {
         **_origin(proxy or {}, cpu_pressures),
@@ -214,29 +216,40 @@ def _pauses_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 def _fault_rows(
     faults: Sequence[Mapping[str, Any]],
     rows: Sequence[Mapping[str, Any]],
+    losses: Sequence[Mapping[str, Any]],
     by_stream: Mapping[str, StreamRecord],
 ) -> list[dict[str, Any]]:
-    """Faults with their TFS. A recovery belongs to the last earlier fault of its failed instance,
-    or to all such faults of that moment.
-    """
+    """Faults with their TFS, and the time until the deaths of their victims were noticed."""
     victims: list[list[Mapping[str, Any]]] = [[] for _ in faults]
+    noticed_s: list[dict[str, float]] = [{} for _ in faults]
     for row in rows:
-        blamed = [
-            at
-            for at, fault in enumerate(faults)
-            if fault["at_s"] <= row["at_s"]
-            and row["from"] in fault.get("instances", [fault["whom"]])
-        ]
-        last_s = max((faults[at]["at_s"] for at in blamed), default=None)
-        for at in blamed:
-            if faults[at]["at_s"] == last_s:
-                victims[at].append(row)
-    return [_fault_row(fault, own, by_stream) for fault, own in zip(faults, victims, strict=True)]
+        for at in _blamed(faults, row["from"], row["at_s"]):
+            victims[at].append(row)
+    for loss in losses:
+        for at in _blamed(faults, loss["instance"], loss["at_s"]):
+            noticed_s[at].setdefault(loss["instance"], loss["at_s"])
+    return [_fault_row(*each, by_stream) for each in zip(faults, victims, noticed_s, strict=True)]
+
+
+def _blamed(
+    faults: Sequence[Mapping[str, Any]], instance: str | None, at_s: float
+) -> Iterator[int]:
+    """Yield the positions of the last earlier fault of an instance, or of all such faults of that
+    moment.
+    """
+    blamed = [
+        at
+        for at, fault in enumerate(faults)
+        if fault["at_s"] <= at_s and instance in fault.get("instances", [fault["whom"]])
+    ]
+    last_s = max((faults[at]["at_s"] for at in blamed), default=None)
+    return (at for at in blamed if faults[at]["at_s"] == last_s)
 
 
 def _fault_row(
     fault: Mapping[str, Any],
     victims: Sequence[Mapping[str, Any]],
+    noticed_s: Mapping[str, float],
     by_stream: Mapping[str, StreamRecord],
 ) -> dict[str, Any]:
     own = [
@@ -244,8 +257,14 @@ def _fault_row(
         for row in victims
         if row["stream"] in by_stream
     ]
-    tfs_s = _rounded(metrics.fault_to_first_token_s(own, fault["at_s"]))
-    return {**fault, "recoveries": len({row["stream"] for row in victims}), "tfs_s": tfs_s}
+    last_s = max(noticed_s.values(), default=None)
+    return {
+        **fault,
+        "recoveries": len({row["stream"] for row in victims}),
+        "tfs_s": _rounded(metrics.fault_to_first_token_s(own, fault["at_s"])),
+        # Until the last of its victims was noticed; None: no death, or unknown.
+        "notice_s": None if last_s is None else _rounded(last_s - fault["at_s"]),
+    }
 
 
 def _replay_ttft_s(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:

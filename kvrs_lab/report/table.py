@@ -250,6 +250,9 @@ def quantities(report: Report) -> Table:
 def _add_fault_rows(report: Report, row: Any) -> None:
     row("pause of a stream p50 / longest", _pair(report["gap_s"], "max"))
     row("faults", Text(_faults(report)))
+    notices_s = [s for fault in report["faults"] if (s := fault.get("notice_s")) is not None]
+    if notices_s:
+        row("death noticed after", Text(", ".join(map(milliseconds, notices_s))))
     row("bound to it: decoding / not yet", " / ".join(map(str, bound_streams(report))))
     row("streams that needed a recovery", str(interrupted_streams(report)))
     row("recoveries", Text(recoveries_by_option(report)))

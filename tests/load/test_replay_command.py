@@ -52,6 +52,7 @@ class Server:
         self.max_model_len: int | None = None
         self.longest = 0  # Tokens of prompt and output of one request.
         self.recoveries: list[dict[str, Any]] = []
+        self.incidents: list[dict[str, Any]] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -96,6 +97,10 @@ class Server:
         }
         return web.json_response({"instances": [up], "streams": [], "recoveries": self.recoveries})
 
+    async def overview(self, request: web.Request) -> web.Response:
+        found = {"instances": [], "streams": {}, "incidents": self.incidents, "policy": {}}
+        return web.json_response(found)
+
 
 @contextmanager
 def serving(server: Server) -> Iterator[str]:
@@ -104,6 +109,7 @@ def serving(server: Server) -> Iterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)
     app.router.add_get("/kvrs/v1/state", server.state)
+    app.router.add_get("/kvrs/v1/overview", server.overview)
     app.router.add_get("/v1/models", server.models)
     runner = web.AppRunner(app, shutdown_timeout=1)
     loop.run_until_complete(runner.setup())
@@ -244,6 +250,12 @@ def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(
             1.0, injection.requests_sent(), views(await injection.port.state())
         )
         injection.carried_out.append({"at_s": 0.01, "what": "kill", "whom": due.whom, "phases": {}})
+        noticed_s = time.time() - (time.monotonic() - injection.start_s) + 1000
+        server.incidents = [
+            {"subject": "d0", "is_loss": True, "at_s": noticed_s + 900},
+            {"subject": "d0", "is_loss": True, "at_s": noticed_s},
+            {"subject": "d0", "is_loss": False, "at_s": noticed_s - 900},
+        ]
 
     server = Server()
     with serving(server) as url:
@@ -251,7 +263,9 @@ def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(
         assert not run_replay(options, inject_faults, check)
 
     assert checked == [2]
-    assert [fault["whom"] for fault in report_of(tmp_path)["faults"]] == ["d0"]
+    (fault,) = report_of(tmp_path)["faults"]
+    assert fault["whom"] == "d0"
+    assert fault["notice_s"] == pytest.approx(1000, abs=500)
     assert report_of(tmp_path)["faults_never_due"] == ["kill d0 (at_s 999.0)"]
     assert "A fault never came due: kill d0 (at_s 999.0)" in capsys.readouterr().out
     assert "A fault never came due: kill d0 (at_s 999.0)" in (tmp_path / "report.html").read_text()

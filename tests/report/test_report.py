@@ -242,6 +242,24 @@ def test_recoveries_from_an_instance_belong_to_the_last_fault_that_hit_it() -> N
     assert [fault["tfs_s"] for fault in rows] == [None, near(0.5), near(0.5), near(0.5)]
 
 
+def test_a_fault_has_the_time_until_the_last_of_its_victims_was_noticed() -> None:
+    """A later fault of an instance has its later losses; a fault without a death has no time."""
+    node = {**KILL, "whom": "n0", "instances": ["p0", "d0"]}
+    slow, again = {**KILL, "whom": "d1"}, {**KILL, "at_s": 3.0}
+    seen = (("d9", 1.01), ("d0", 1.02), ("p0", 1.05), ("d0", 2.0), ("d0", 3.5))
+    losses = [{"instance": name, "at_s": at_s} for name, at_s in seen]
+
+    report = build_report([stream(0, 4.0)], None, [], [node, slow, again], {}, losses=losses)
+
+    assert [fault["notice_s"] for fault in report["faults"]] == [
+        pytest.approx(0.05),
+        None,
+        pytest.approx(0.5),
+    ]
+    assert re.search(r"death noticed after +50\.0 ms, 500\.0 ms\n", in_terminal(report))
+    assert "noticed" not in in_terminal(exact_report())
+
+
 def test_the_page_begins_with_the_death_and_folds_the_measures_of_papers() -> None:
     """Recoveries may outnumber the streams that were decoding."""
     page = render_html(exact_report())

@@ -108,6 +108,8 @@ def _incidents(incidents: Incidents) -> Iterator[dict[str, Any]]:
             "number": incident.number,
             "at_s": incident.at.wall_s,
             "time": str(incident.at),
+            "subject": incident.subject,
+            "is_loss": incident.is_loss,
             "sentence": sentence(incident),
             "state": _state(incident),
             "streams": shown,

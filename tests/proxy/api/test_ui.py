@@ -256,6 +256,7 @@ async def test_the_page_and_the_log_tell_a_death_in_the_same_words(
     records = read(log.read_text().splitlines())
     (told,) = incidents(each for each in records if isinstance(each, LogEntry))
     assert (shown["time"], shown["sentence"]) == (str(told.at), sentence(told))
+    assert (shown["subject"], shown["is_loss"]) == (stream["decode"], True)
     assert f"1 stream, back; pause {recovery['gap_s']:.2f} s; still down" in shown["sentence"]
     (row,) = shown["streams"]
     (attempt,) = row["attempts"]
