@@ -85,12 +85,12 @@ async def started_process(
         await started.communicate()
 
 
-async def until_logged(proxy: asyncio.subprocess.Process, words: bytes) -> bytes:
-    """The log up to the line with these words."""
+async def until_logged(proxy: asyncio.subprocess.Process, *words: bytes) -> bytes:
+    """The log up to the line with the last of these words, which come in any order."""
     assert proxy.stderr is not None
     logged = b""
     async with asyncio.timeout(WITHIN_S):
-        while words not in logged:
+        while not all(each in logged for each in words):
             line = await proxy.stderr.readline()
             assert line, f"the proxy ended with {await proxy.wait()}"
             logged += line

@@ -228,9 +228,6 @@ class Proxy:
         ending = Ending(self._tell_peers(mirror), until_s)
         while (step := ending.next_step(self._left(parts), time.monotonic())) is not EndStep.CLOSE:
             if step is EndStep.ASK:
-                # A paused peer may answer the first request before it has read its own signal to
-                # end, so ask it again.
-                await peers.meet()
                 await peers.meet()
                 continue
             if step is EndStep.HAND_OVER:

@@ -5,6 +5,7 @@ WAIT ──▶ ASK ──▶ HAND_OVER ──▶ CLOSE
           └──────────┘ another peer is there, which seems to stay
 """
 
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -14,13 +15,16 @@ TOGETHER_S = 0.5
 # Longest time for copies of records that no peer has, after the last stream or the end of the
 # drain.
 COPIED_WITHIN_S = 2.0
+# Number of requests to a peer that seems to stay: a peer that was paused may answer the first one
+# before it has read its own signal to end.
+_ASKED = 2
 
 
 class EndStep(Enum):
     """Next step of a proxy that ends. After each step but the last the proxy decides again."""
 
     WAIT = auto()  # Peers may have been told to end at the same time.
-    ASK = auto()  # Ask each peer whether it stays.
+    ASK = auto()  # Ask each peer once whether it stays.
     HAND_OVER = auto()  # Hand streams and records over to staying peers, while clients are served.
     CLOSE = auto()
 
@@ -46,7 +50,7 @@ class Ending:
         self._until_s = until_s
         # Last time at which a client was waited for; None: not decided yet.
         self._used_s: float | None = None
-        self._asked: frozenset[str] = frozenset()
+        self._asked: Mapping[str, int] = {}  # Requests to each peer since it was last away.
 
     def next_step(self, left: Left, now_s: float) -> EndStep:
         """Return the next step, by the streams, records and peers that are left now."""
@@ -54,9 +58,11 @@ class Ending:
             return EndStep.WAIT
         if self._used_s is None:
             self._used_s = now_s
-        unasked, self._asked = left.staying - self._asked, left.staying
-        if unasked:
+        asked = {peer: self._asked.get(peer, 0) for peer in left.staying}
+        if min(asked.values(), default=_ASKED) < _ASKED:
+            self._asked = {peer: count + 1 for peer, count in asked.items()}
             return EndStep.ASK
+        self._asked = asked
         if (left.streams or left.away) and now_s < self._until_s:
             self._used_s = now_s
             return EndStep.HAND_OVER

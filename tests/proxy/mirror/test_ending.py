@@ -14,8 +14,12 @@ def ending(left: Left, *, drain_s: float = DRAIN_S) -> tuple[Ending, float]:
     """An end behind its first steps, with the time: peers are told, and asked."""
     made, now_s = Ending(TOLD_S, TOLD_S + drain_s), TOLD_S + TOGETHER_S
     if left.staying:
-        assert made.next_step(left, now_s) is EndStep.ASK
+        assert asks_twice(made, left, now_s)
     return made, now_s
+
+
+def asks_twice(made: Ending, left: Left, now_s: float) -> bool:
+    return [made.next_step(left, now_s) for _ in range(2)] == [EndStep.ASK] * 2
 
 
 def test_a_proxy_with_nothing_and_no_peer_closes_at_once() -> None:
@@ -36,16 +40,26 @@ def test_each_peer_that_seems_to_stay_is_asked_before_anything_is_handed_over() 
 
     assert made.next_step(left, now_s) is EndStep.HAND_OVER
     another = left._replace(staying=frozenset("bc"))
-    assert made.next_step(another, now_s) is EndStep.ASK
+    assert asks_twice(made, another, now_s)
     assert made.next_step(another, now_s) is EndStep.HAND_OVER
 
 
-def test_a_peer_that_was_gone_is_asked_once_more() -> None:
+def test_a_peer_that_was_gone_is_asked_again() -> None:
     """It is another process."""
     made, now_s = ending(left := BESIDE._replace(streams=1))
 
     assert made.next_step(left._replace(staying=frozenset()), now_s) is EndStep.HAND_OVER
+    assert asks_twice(made, left, now_s)
+
+
+def test_a_peer_that_did_not_answer_is_asked_twice_when_it_is_back() -> None:
+    """It was paused, and may give its first answer before it has read its own signal to end."""
+    made, left = Ending(TOLD_S, TOLD_S + DRAIN_S), BESIDE._replace(streams=1)
+    now_s = TOLD_S + TOGETHER_S
     assert made.next_step(left, now_s) is EndStep.ASK
+
+    assert made.next_step(left._replace(staying=frozenset()), now_s) is EndStep.HAND_OVER
+    assert asks_twice(made, left, now_s)
 
 
 @pytest.mark.parametrize("beside", [NOTHING, BESIDE])

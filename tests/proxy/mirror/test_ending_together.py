@@ -47,10 +47,11 @@ async def begun(readers: Sequence[Reader]) -> None:
 
 
 async def until_leaving(running: Sequence[asyncio.subprocess.Process]) -> None:
-    """End them at once, until each knows of the other one."""
+    """End them at once, until each admits no new stream and knows of the other one."""
     for process in running:
         process.send_signal(signal.SIGTERM)
-    await asyncio.gather(*(until_logged(process, b"proxy leaves") for process in running))
+    ended = (until_logged(process, b"draining", b"proxy leaves") for process in running)
+    await asyncio.gather(*ended)
 
 
 async def test_a_third_proxy_takes_what_only_two_that_end_together_have(tmp_path: Path) -> None:
@@ -101,7 +102,16 @@ async def test_two_of_two_that_end_together_finish_their_streams(tmp_path: Path)
     assert refused.errors == ["shutting_down"]
 
 
-async def test_one_that_reads_its_signal_late_is_handed_no_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "late_s",
+    [
+        pytest.param(0.65, id="while it is asked"),
+        pytest.param(1.6, id="after it was asked in vain"),
+    ],
+)
+async def test_one_that_reads_its_signal_late_is_handed_no_stream(
+    tmp_path: Path, late_s: float
+) -> None:
     """It is told to end at the same moment, and does not run while the other one looks around."""
     async with with_processes(2, (0, 1), tmp_path) as (group, running):
         readers = [group.reader(f"k{n}") for n in range(STREAMS)]
@@ -111,10 +121,10 @@ async def test_one_that_reads_its_signal_late_is_handed_no_stream(tmp_path: Path
         running[1].send_signal(signal.SIGSTOP)
         for process in running:
             process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.65)  # They would have handed over what there was to be handed over.
+        await asyncio.sleep(late_s)
         running[1].send_signal(signal.SIGCONT)
         await until_logged(running[0], b"proxy leaves")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # They would have handed over what there was to be handed over.
         gate = group.system.script.gate
         assert gate is not None
         gate.set()
