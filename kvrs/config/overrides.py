@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from kvrs.config.settings import Settings, parse_yaml, paths, section_of
+from kvrs.config.settings import Settings, parse_yaml, paths, section_of, yaml_reason
 from kvrs.config.source import Source
 from kvrs.errors import ConfigError, nearest
 
@@ -78,8 +78,7 @@ def _parsed(name: str, value: str) -> Any:
     try:
         return parse_yaml(value)
     except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"environment variable {name}: not valid YAML: {reason}") from None
+        raise ConfigError(f"environment variable {name}: {yaml_reason(error)}") from None
 
 
 def _put(source: Source, path: tuple[str, ...], name: str, value: Any) -> None:

@@ -324,8 +324,15 @@ def yaml_fault(error: Exception, name: object) -> str:
     """
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     place = str(name) if mark is None else f"{name}:{mark.line + 1}"
+    return f"{place}: {yaml_reason(error)}"
+
+
+def yaml_reason(error: Exception) -> str:
+    """Return in one line what is wrong with text that is not YAML, without the name that the parser
+    gives the text.
+    """
     reason = " ".join(str(error).split()).replace(' in "<unicode string>", ', " at ")
-    return f"{place}: not valid YAML: {reason}"
+    return f"not valid YAML: {reason}"
 
 
 def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:

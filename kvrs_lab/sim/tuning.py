@@ -20,7 +20,7 @@ from msgspec import Meta
 from rich.console import Console
 
 from kvrs.config.file import Config, checked, load_source
-from kvrs.config.settings import dump_yaml, parse_yaml
+from kvrs.config.settings import dump_yaml, parse_yaml, yaml_fault
 from kvrs.errors import ConfigError, KvrsError, check_extras
 from kvrs.tables import output
 from kvrs_lab.report.metrics import percentile
@@ -86,7 +86,7 @@ def load_space(path: Path) -> Space:
     try:
         space = msgspec.convert(parse_yaml(text), Space)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--space: {path}: not YAML: {error}") from None
+        raise ConfigError(f"--space: {yaml_fault(error, path)}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"--space: {path}: {error}; allowed: for each setting a list of values, or low and high"

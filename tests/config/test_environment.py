@@ -83,6 +83,14 @@ def test_unknown_names_are_errors_with_the_nearest_one() -> None:
     ]
 
 
+def test_a_fault_of_yaml_names_only_the_variable() -> None:
+    """The parser calls every text `<unicode string>`, as if it were a file."""
+    assert faults_of({"KVRS_SLO__ABORT": "a: b: c"}) == [
+        "environment variable KVRS_SLO__ABORT: not valid YAML: "
+        "mapping values are not allowed here at line 1, column 5: a: b: c ^"
+    ]
+
+
 def test_variables_without_two_underscores_are_no_settings() -> None:
     """Secrets, and what Kubernetes sets for services called kvrs and kvrs-proxy."""
     config = with_variables(

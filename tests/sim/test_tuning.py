@@ -139,7 +139,7 @@ def test_a_stream_that_was_lost_counts_as_a_long_pause() -> None:
         ("policy.slots_max: {low: 5}\n", r"space\.yaml: Object missing required field `high`"),
         ("preset: [kvrs]\n", r"config\.yaml: preset: unknown key"),
         ("{}\n", r"space\.yaml: no settings; allowed: one or more$"),
-        ("a: [1\n", r"space\.yaml: not YAML"),
+        ("a: [1\n", r"space\.yaml:2: not valid YAML: while parsing .* at line 1, c"),
     ],
 )
 def test_a_wrong_space_is_refused(
