@@ -10,6 +10,7 @@ _EXAMPLES = {
     "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
     "incidents": [
         "kvrs incidents events.jsonl",
+        "kvrs incidents events.jsonl d0 --since '2026-11-30 03:57'",
         "kvrs incidents events.jsonl --json | jq '.incidents[].sentence'",
     ],
     "top": [

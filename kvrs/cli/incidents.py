@@ -5,9 +5,10 @@ the real costs, and decides everything again.
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
 from kvrs.core.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.core.model import events as ev
 from kvrs.core.model.incident import Incident, Moment, OptionCost, RecordedDecision, sentence
-from kvrs.errors import LogError
+from kvrs.errors import ConfigError, LogError
 from kvrs.process.logs import old_parts
 from kvrs.tables import output, show
 
@@ -29,16 +30,20 @@ def incidents(entries: Iterable[LogEntry]) -> list[Incident]:
     return [*found.entries]
 
 
-def show_incidents(path: Path, *, as_json: bool = False) -> bool:
-    """Print the incidents of an event log, and whether the policy decides the same again, given the
-    same events.
+def show_incidents(
+    path: Path, instance: str | None = None, since: str | None = None, *, as_json: bool = False
+) -> bool:
+    """Print the incidents of an event log, or those of an instance or since a time, and whether the
+    policy decides the same again, given all events.
 
     Returns:
         False if a decision differs.
 
     Raises:
         LogError: the file cannot be read, or has an invalid line.
+        ConfigError: `since` is no time, or no incident is of `instance`.
     """
+    from_utc = None if since is None else _time_of(since)
     lines, notes = lines_of(path)
     with _named(path):
         records = [*read(lines)]
@@ -51,6 +56,10 @@ def show_incidents(path: Path, *, as_json: bool = False) -> bool:
     entries = [record for record in records if isinstance(record, LogEntry)]
     notes += _guesses(entries)
     happened = incidents(entries)
+    if instance is not None:
+        happened = _of(instance, happened)
+    if from_utc is not None:
+        happened = _since(from_utc, happened)
     facts = {
         "log": path.name,
         "notes": notes,
@@ -67,12 +76,41 @@ def show_incidents(path: Path, *, as_json: bool = False) -> bool:
         show({"version": 2} | facts | others | found, as_json=True)
     else:
         said = [f"{incident.at}  {sentence(incident)}" for incident in happened]
-        for line in said or [f"no incidents in {facts['span_s']:.0f} s"]:
+        when = f"in {facts['span_s']:.0f} s"
+        if from_utc is not None:
+            when = f"since {from_utc:%Y-%m-%d %H:%M:%S} UTC"
+        for line in said or [f"no incidents {when}"]:
             output().print(line, markup=False, highlight=False)
         tables = {"decisions": [*_decisions(happened)], "failures": [*_failures(happened)]}
         parts = {name: part for name, part in (tables | others).items() if part}
         show(parts | {"checked": facts}, as_json=False)
     return again is None or again.difference is None
+
+
+def _time_of(text: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(text.removesuffix(" UTC"))
+    except ValueError:
+        allowed = "a time in UTC, as '2026-11-30 03:57'"
+        raise ConfigError(f"--since: got {text!r}; allowed: {allowed}") from None
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+
+def _of(instance: str, happened: Iterable[Incident]) -> list[Incident]:
+    found: dict[str, list[Incident]] = {}
+    for each in happened:
+        found.setdefault(each.subject or "", []).append(each)
+    if instance not in found:
+        names = ", ".join(sorted(filter(None, found))) or "none"
+        raise ConfigError(f"INSTANCE: got {instance!r}; allowed: {names} (those with an incident)")
+    return found[instance]
+
+
+def _since(from_utc: datetime, happened: Sequence[Incident]) -> list[Incident]:
+    times = [each.at.utc for each in happened]
+    if None in times:
+        raise ConfigError("--since: the log has no times of day; allowed: no --since")
+    return [each for each, at in zip(happened, times, strict=True) if at and at >= from_utc]
 
 
 def _difference(again: Rerun | None, *, as_json: bool) -> dict[str, Any] | None:

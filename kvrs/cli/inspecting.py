@@ -14,12 +14,18 @@ from kvrs.config.tenants import check_name, key_hash
 
 def incidents(
     log: Annotated[Path, typer.Argument(help="A proxy's event log (proxy.event_log)")],
+    instance: Annotated[
+        str | None, typer.Argument(help="Only incidents of this instance or agent")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Only incidents from this time in UTC on: '2026-11-30 03:57'")
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Describe the incidents of an event log, list their decisions, and decide them again."""
     from kvrs.cli.incidents import show_incidents
 
-    raise typer.Exit(0 if show_incidents(log, as_json=as_json) else 1)
+    raise typer.Exit(0 if show_incidents(log, instance, since, as_json=as_json) else 1)
 
 
 def key(tenant: Annotated[str, typer.Argument(help="Name of the tenant")]) -> None:

@@ -36,7 +36,8 @@ from kvrs.protocol.instance import LoadReport, Natural, Seconds
 VERSION = 2
 # Latest valid time: a time too large to add to, or not a number, never reaches an alarm.
 _LATEST_S = 1e9
-_NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
+_ALLOWED = "allowed: a proxy's event log (proxy.event_log names the file), from its first line on"
+_NO_HEADER = f"no header; {_ALLOWED}"
 
 # Default values of fields of a load report; the log leaves out fields with these values.
 _UNSAID: dict[str, Any] = dict(
@@ -146,9 +147,8 @@ def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
                 raise ValueError(_NO_HEADER)
             yield _entry(number, found)
         except json.JSONDecodeError as error:
-            raise LogError(
-                f"line {number}: not JSON: {error.msg} at character {error.pos}"
-            ) from None
+            cause = f"line {number}: not JSON: {error.msg} at character {error.pos}"
+            raise LogError(cause if number > 1 else f"{cause}; {_ALLOWED}") from None
         except (ValueError, ArithmeticError, RecursionError) as error:
             raise LogError(f"line {number}: {' '.join(str(error).split())}") from None
 

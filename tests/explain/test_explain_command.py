@@ -173,8 +173,10 @@ def written(path: Path, lines: list[str]) -> Path:
     return path
 
 
-def shown_log(path: Path) -> tuple[bool, str]:
-    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["incidents", str(path)])
+def shown_log(path: Path, *arguments: str) -> tuple[bool, str]:
+    result = CliRunner(env={"COLUMNS": None}).invoke(app, ["incidents", str(path), *arguments])
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
     return result.exit_code == 0, result.stdout
 
 
@@ -275,6 +277,56 @@ def test_a_log_begins_with_sentences(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert utc.startswith("2026-11-21 05:06:35 UTC  d0 died: killed; no streams affected")
 
 
+def test_incidents_of_an_instance_are_listed_alone(tmp_path: Path) -> None:
+    """With their decisions and failures; the whole log is run again."""
+    log = written(tmp_path / "events.jsonl", incident())
+
+    same, text = shown_log(log, "d1")
+
+    assert same
+    assert text.startswith("at 2.200 s  d1 failed 1 attempt")
+    assert "killed" not in text
+    assert re.search(r"^ *same +yes *$", text, re.MULTILINE)
+    allowed = r"got 'd9'; allowed: agent-n1, d0, d1, p1 \(those with an incident\)"
+    with pytest.raises(ConfigError, match=allowed):
+        shown_log(log, "d9")
+
+
+@pytest.mark.parametrize(
+    ("since", "first"),
+    [
+        ("2026-11-21", "2026-11-21 05:06:35 UTC  d0 died"),
+        ("2026-11-21 05:06:35 UTC", "2026-11-21 05:06:35 UTC  d0 died"),
+        ("2026-11-21 05:07", "2026-11-21 05:08:15 UTC  d1 died"),
+        ("2026-11-21T06:07+01:00", "2026-11-21 05:08:15 UTC  d1 died"),
+        ("2026-11-21 05:09", "no incidents since 2026-11-21 05:09:00 UTC\n"),
+    ],
+)
+def test_incidents_since_a_time_are_listed_alone(tmp_path: Path, since: str, first: str) -> None:
+    """In the form in which the sentences have it, or that of ISO 8601; UTC where it has no zone."""
+    lines = incident()[:1]
+    for at_s, name in ((0.25, "d0"), (100.25, "d1")):
+        lost = ev.InstanceLost(InstanceId(name), 1, "killed", {})
+        lines.append(event_line(at_s, lost, [], wall_s=1_795_237_595.0 + at_s))
+
+    _, text = shown_log(written(tmp_path / "events.jsonl", lines), "--since", since)
+
+    assert text.startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("since", "said"),
+    [
+        ("10m", r"--since: got '10m'; allowed: a time in UTC, as '2026-11-30 03:57'"),
+        ("2026-11-21", "--since: the log has no times of day; allowed: no --since"),
+    ],
+)
+def test_a_time_that_selects_nothing_is_refused(tmp_path: Path, since: str, said: str) -> None:
+    """The log of a simulator has no times of day."""
+    with pytest.raises(ConfigError, match=said):
+        shown_log(written(tmp_path / "events.jsonl", incident()), "--since", since)
+
+
 def test_prompts_placed_by_prefix_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -371,7 +423,8 @@ def test_what_a_killed_proxy_left_of_its_last_line_is_left_out(tmp_path: Path) -
         (b"\xff\n", "not text"),
         (b"", "line 1: no header"),
         (b"{}\n", "line 1: no header"),
-        (b"{\n", "line 1: not JSON"),
+        (b"{\n", "line 1: not JSON: .*; allowed: a proxy's event log"),
+        (b"proxy:\n  port: 8000\n", r"allowed: a proxy's event log \(proxy.event_log names"),
     ],
 )
 def test_a_file_that_is_no_log_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
