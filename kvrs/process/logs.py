@@ -56,11 +56,10 @@ class _KeyValueFormatter(_Formatter):
 
 class _JsonFormatter(_Formatter):
     def line(self, record: logging.LogRecord, at: float, facts: Mapping[str, Any]) -> str:
-        time_text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
         line = {
             **facts,
             **self._facts,
-            "time": time_text.replace("+00:00", "Z"),
+            "time": utc_text(at),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -68,6 +67,12 @@ class _JsonFormatter(_Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return _encode(line)
+
+
+def utc_text(at: float) -> str:
+    """Return a Unix time as ISO 8601 has it, in UTC with milliseconds."""
+    text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from kvrs.config.origin import UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
 from kvrs.config.source import Source
-from kvrs.errors import ConfigError, check_extras
+from kvrs.errors import ConfigError, KvrsError, check_extras
+from kvrs.process.logs import utc_text
 
 if TYPE_CHECKING:
     from kvrs_lab.cluster.launcher import Cluster
@@ -93,20 +95,31 @@ def up(
     needed = "engine" if ray is None else "ray"
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
     trace_settings(os.environ)  # Raises ConfigError, like every process of the cluster.
-    launch, upkeep = _launch(config), Upkeep(say)
+    launch, upkeep = _launch(config), Upkeep(_log)
     # Every ending signal takes the same path from here on, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The end of the terminal must not end a cluster under nohup.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: upkeep.end())
     if preset is not None:
-        say(preset.line)
-    with Cluster(settings, say, proxies, ray, launch) as cluster:
-        for line in _addresses(cluster):
-            say(line)
-        say("Ctrl-C ends it")
-        upkeep.run(cluster)
-        say("ending")
+        _log(preset.line)
+    try:
+        with Cluster(settings, _log, proxies, ray, launch) as cluster:
+            for line in _addresses(cluster):
+                _log(line)
+            _log("Ctrl-C ends it")
+            upkeep.run(cluster)
+            _log("ending")
+    except KvrsError as error:
+        _log(str(error))
+        raise typer.Exit(2) from None
+
+
+def _log(message: str) -> None:
+    """Print a message about a cluster that starts or runs, with the time before each line."""
+    time_text = utc_text(time.time())
+    for line in message.splitlines():
+        say(f"{time_text} {line}")
 
 
 def _addresses(cluster: "Cluster") -> Iterator[str]:

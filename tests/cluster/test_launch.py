@@ -15,6 +15,7 @@ from tests.cluster.launches import END_S, Launch, ask, token_ids, until
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 TOKENS = 2000  # Seconds of an undisturbed stream.
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"  # The time in UTC as ISO 8601 has it.
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
 
     assert failing.process.wait(END_S) == 2
     assert re.search(
-        rf"^instance [pd]0: {model}/config\.json: model_type: got 'gpt2'; allowed: ",
+        rf"^{TIME} instance [pd]0: {model}/config\.json: model_type: got 'gpt2'; allowed: ",
         failing.output,
         re.MULTILINE,
     ), failing.output
@@ -80,7 +81,7 @@ def test_a_signal_ends_a_start_that_is_under_way(
 def test_a_running_cluster_ends_clean_by_signal(
     launch: Callable[..., Launch], tiny_llama: str, number: signal.Signals
 ) -> None:
-    """A second signal hastens the end at most."""
+    """A second signal hastens the end at most, and every line in the log has its time."""
     # A forked one has what SIGHUP does from the tests, which may run below `nohup`.
     started = launch("--model", tiny_llama, forked=number is not signal.SIGHUP)
     started.wait_for_output("kvrs is up")
@@ -91,6 +92,8 @@ def test_a_running_cluster_ends_clean_by_signal(
 
     assert started.process.wait(END_S) == 0
     assert started.output.endswith("ending\n"), started.output
+    timed = [re.match(f"{TIME} ", line) for line in started.output.splitlines()]
+    assert all(timed), started.output
     started.assert_nothing_left()
 
 
