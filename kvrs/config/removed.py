@@ -8,7 +8,7 @@ REMOVED = {
     "cluster.nodes.agent.gossip_host": "the gossip port is at the agent's host",
     "cluster.nodes.agent.page_host": "the page port is at the agent's host",
     "cluster.nodes.instances.connector_port": (
-        "start vLLM with KvrsOffloading in place of KvrsConnector (kvrs docs vllm)"
+        "start vLLM with KvrsOffloading in place of KvrsConnector (kvrs docs vllm-tier)"
     ),
     "cluster.nodes.instances.pace": "set cluster.engine.pace, which all instances have",
     "cluster.nodes.instances.page_host": "the page port is at the instance's host",

@@ -28,7 +28,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _HMA):  # type: ignore[misc]  # vLL
         if role is base.KVConnectorRole.SCHEDULER:
             log.error(
                 "kvrs is off in this vLLM: KvrsConnector does nothing any more; use "
-                "--kv-transfer-config '%s' (kvrs docs vllm)",
+                "--kv-transfer-config '%s' (kvrs docs vllm-tier)",
                 json.dumps(_FLAGS),
             )
 

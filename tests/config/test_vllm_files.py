@@ -84,7 +84,7 @@ def test_the_first_file_for_vllm_has_nothing_that_is_off() -> None:
 
 def test_lines_of_the_guide_give_the_first_file_its_agents() -> None:
     """Laid over it, as the page says; then a secret is needed."""
-    page = (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guide/vllm-tier.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"    backup: \{mode: remote.*(?:\n    .*)+", page)
     above = parse_yaml(textwrap.dedent(lines))
     document = parse_yaml(first_file(Backend.VLLM))
