@@ -81,6 +81,8 @@ class Weighed:
     """One option, whose terms add up to `total_s`."""
 
     option: Option
+    at: InstanceId  # The instance that computes the history, or the rest of it.
+    is_chosen: bool
     total_s: float  # With the waits of other victims, if the policy counts them.
     raw_s: float  # Before the correction.
     terms: tuple[Term, ...]
@@ -136,11 +138,13 @@ def explain(question: Question) -> Explanation:
     """Decide the question, with all estimates and their terms."""
     rule, case = BY_NAME[question.settings.name], _case(question)
     estimates = _weigh(case, rule)
+    chosen = rule.decide(estimates, question.budget_s, question.others)
     return Explanation(
         policy=rule.name,
-        chosen=rule.decide(estimates, question.budget_s, question.others).option,
+        chosen=chosen.option,
         options=tuple(
-            _taken_apart(case, rule, estimate, question.others) for estimate in estimates
+            _taken_apart(case, rule, each, question.others, is_chosen=each is chosen)
+            for each in estimates
         ),
         by_policy={
             each.name: each.decide(_weigh(case, each), question.budget_s, question.others).option
@@ -223,7 +227,9 @@ def _give(
         stream.checkpoints[agent.id] = StoredCheckpoint(agent, question.geometry, size, pages)
 
 
-def _taken_apart(case: Case, rule: Rule, estimate: Estimate, others: float) -> Weighed:
+def _taken_apart(
+    case: Case, rule: Rule, estimate: Estimate, others: float, *, is_chosen: bool
+) -> Weighed:
     terms = [*rule.terms(case, estimate)]
     factor = case.factor(estimate.option)
     if factor != 1.0 and rule.learns:
@@ -235,8 +241,11 @@ def _taken_apart(case: Case, rule: Rule, estimate: Estimate, others: float) -> W
     if waited_s:
         how = f"{others:.3g} victims, for {estimate.at_target_s:.6f} s of computing at the target"
         terms.append(Term("others wait", waited_s, how))
+    is_handed_off = estimate.option is Option.RECOMPUTE or estimate.by_prefill
     return Weighed(
         estimate.option,
+        estimate.source if is_handed_off and estimate.source else estimate.target,
+        is_chosen,
         estimate.total_s + waited_s,
         estimate.raw_s,
         tuple(terms),

@@ -10,10 +10,11 @@ from typing import Any
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings
+from kvrs.core.model.estimates import Option
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
-from kvrs_lab.explain.explanation import Explanation, Question, explain
+from kvrs_lab.explain.explanation import Explanation, Question, Weighed, explain
 
 _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"
@@ -64,11 +65,16 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(answer: Explanation) -> str:
-    costs_s = {each.option: each.total_s for each in answer.options}
-    chosen_s = costs_s.pop(answer.chosen)
-    others = (f"{option} {seconds:.3g} s" for option, seconds in costs_s.items())
-    against = f"; by others: {', '.join(others)}" if costs_s else ""
-    return f"{answer.policy} chooses {answer.chosen}: next token after {chosen_s:.3g} s{against}"
+    (chosen,) = (each for each in answer.options if each.is_chosen)
+    others = [f"{_way(each)} {each.total_s:.3g} s" for each in answer.options if each is not chosen]
+    against = f"; by others: {', '.join(others)}" if others else ""
+    words = f"{answer.policy} chooses {_way(chosen)}: next token after {chosen.total_s:.3g} s"
+    return words + against
+
+
+def _way(option: Weighed) -> str:
+    # Only this option is weighed at two instances.
+    return f"recompute at {option.at}" if option.option is Option.RECOMPUTE else option.option.value
 
 
 def break_even_document(tokens: int) -> dict[str, Any]:

@@ -79,6 +79,29 @@ def test_tables_show_the_choice_and_where_it_would_change() -> None:
     assert depth.split()[1].startswith("4.47")  # 1.21 GB at 25 Gbit/s, 87 ms a request.
 
 
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        pytest.param(
+            (), "recompute at target 0.0865 s, recompute at prefill instance 0.353 s", id="other"
+        ),
+        pytest.param(
+            ("--prefix-cache",),
+            "auto chooses recompute at target: next token after 0.0865",
+            id="chosen",
+        ),
+    ],
+)
+def test_the_two_ways_to_recompute_have_names(more: tuple[str, ...], sentence: str) -> None:
+    """The target and the prefill instance beside it can both compute the history."""
+    options = as_json(*SEED, "--queue-depth", "3", *more)["answer"]["options"]
+
+    assert sentence in explained(*SEED, "--queue-depth", "3", *more)
+    places = [each["at"] for each in options if each["option"] == "recompute"]
+    assert places == ["target", "prefill instance"]
+    assert len([each for each in options if each["is_chosen"]]) == 1
+
+
 def test_tables_and_json_have_the_same_facts() -> None:
     """People see every number that programs get."""
     text, found = explained(*SEED), as_json(*SEED)
