@@ -87,6 +87,9 @@ class HandOffMeter:
         self._rates: dict[NodeId, _Rate] = {}
         self._sources: set[NodeId] = set()
         self._counted: tuple[Pulled, float | None] | None = None
+        # Last increase that was read while hand-offs were open and none of them was over: an engine
+        # counts a transfer before the proxy hears the first token behind it.
+        self._early: Pulled | None = None
 
     def begins(self, pull: FetchedHandOff) -> None:
         """Note a hand-off whose request is about to be sent; `is_over` is set at its end."""
@@ -94,16 +97,21 @@ class HandOffMeter:
         self._sources.add(pull.source)
 
     def counted(self, now: Pulled, now_s: float, process: float | None = None) -> None:
-        """Take an engine's counts, and measure by their increase since the last call. There is no
-        increase if `process`, which identifies the engine's process, has changed.
+        """Take an engine's counts, and measure by their increase since the last call, or by an
+        earlier increase if there is none. There is no increase if `process`, which identifies the
+        engine's process, has changed.
         """
         before, self._counted = self._counted, (now, process)
         pulls = self._pulls
         self._pulls = [pull for pull in pulls if not pull.is_over]
+        early, self._early = self._early, None
         if before is None or before[1] != process:
             return
-        came = Pulled(*(new - old for new, old in zip(now, before[0], strict=True)))
-        if min(came) > 0:
+        increase = Pulled(*(new - old for new, old in zip(now, before[0], strict=True)))
+        came = increase if min(increase) > 0 else early
+        if pulls and len(pulls) == len(self._pulls):
+            self._early = came
+        elif came is not None:
             self._take(came, pulls, now_s)
 
     def measurements(self, now_s: float) -> dict[NodeId, Measurement]:

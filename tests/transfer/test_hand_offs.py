@@ -177,3 +177,33 @@ def test_a_hand_off_that_is_not_over_is_not_counted_yet() -> None:
 
     assert not before
     assert engine.rates() == {A: pytest.approx(2.0)}
+
+
+def test_a_hand_off_that_is_counted_before_it_is_over_is_measured_when_it_is() -> None:
+    """The proxy hears the first token behind it after the engine has counted it."""
+    engine = Engine()
+    early = FetchedHandOff(A, GB, 1)
+    engine.meter.begins(early)
+    engine.others(GB, 0.5)
+    engine.read()
+    engine.read()
+    before = engine.rates()
+    early.is_over = True
+    engine.read()
+
+    assert not before
+    assert engine.rates() == {A: pytest.approx(2.0)}
+
+
+def test_counts_of_a_former_process_are_no_measure() -> None:
+    engine = Engine()
+    engine.read(process=1.0)
+    early = FetchedHandOff(A, GB, 1)
+    engine.meter.begins(early)
+    engine.others(GB, 0.5)
+    engine.read(process=1.0)
+    engine.read(process=2.0)
+    early.is_over = True
+    engine.read(process=2.0)
+
+    assert engine.rates() == {}

@@ -266,8 +266,12 @@ async def test_a_self_test_loads_rows_of_another_server(vllms: Builder) -> None:
 
     assert await restores_of(system) == {"d0": (True, ""), "d1": (True, "")}
     assert (system.servers["d0"].row_loads, system.servers["d1"].row_loads) == (1, 1)
-    links = [(row["source"], row["target"]) for row in (await system.state())["links"]]
-    assert sorted(links) == [("n0", "n1"), ("n1", "n0")]
+
+    async def are_measured() -> bool:
+        links = [(row["source"], row["target"]) for row in (await system.state())["links"]]
+        return sorted(links) == [("n0", "n1"), ("n1", "n0")]
+
+    await system.until(are_measured)  # The servers' next reports have the rates.
 
 
 @pytest.mark.parametrize(
