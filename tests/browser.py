@@ -112,9 +112,9 @@ async def browsing(url: str, profile: Path) -> AsyncIterator[Page]:
 async def _target(http: aiohttp.ClientSession, port_file: Path) -> str:
     """Where the page is driven, once the browser has it."""
     while True:
-        # Neither the file nor the port is there at once.
+        # The file is empty at first, and the port is not there at once.
         with suppress(OSError, ValueError, aiohttp.ClientError):
-            port = int(port_file.read_text().splitlines()[0])
+            port = int(port_file.read_text().partition("\n")[0])
             async with http.get(f"http://127.0.0.1:{port}/json/list") as answer:
                 for each in await answer.json(content_type=None):
                     if each["type"] == "page":
