@@ -1,9 +1,13 @@
-"""The console that commands print to, and options objects made from command parameters."""
+"""The console that commands print to, options objects made from command parameters, and errors of
+options that are numbers.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from kvrs.errors import ConfigError
@@ -12,6 +16,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
+
+_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 console = Console(stderr=True, highlight=False)
 
@@ -37,3 +43,22 @@ def faults_in(check: Callable[[], object]) -> list[str]:
 
 def say(line: str) -> None:
     console.print(line, markup=False, soft_wrap=True)
+
+
+def number_fault(error: typer.BadParameter) -> ConfigError | None:
+    """Return the error of an option that is not a number or is out of its range, with the value and
+    the range; None: the error has another cause.
+    """
+    option, cause = cast(Any, error.param), error.__cause__
+    if not isinstance(cause, ValidationError):
+        return None
+    allowed = _NUMBERS.get(option.type_descriptor.annotation)
+    if allowed is None:
+        return None
+    if option.min is not None and option.max is not None:
+        allowed += f" from {option.min} to {option.max}"
+    elif option.min is not None:
+        allowed += f", {option.min} or more"
+    (fault,) = cause.errors()
+    got = repr(fault["input"]) if fault["type"].endswith(("parsing", "size")) else fault["input"]
+    return ConfigError(f"{option.opts[0]}: got {got:.80}; allowed: {allowed}")

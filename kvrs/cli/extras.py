@@ -16,6 +16,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from kvrs.cli.common import number_fault
 from kvrs.cli.removed import check_options
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
@@ -63,6 +64,14 @@ class Commands(TyperGroup):
             raise ConfigError(f"kvrs {cmd_name} is now kvrs lab {cmd_name}")
         self._add(cmd_name)
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if (fault := number_fault(error)) is None:
+                raise
+            raise fault from None
 
     def _add(self, name: str) -> None:
         """Import a command of another package; do nothing if no package has a command of
