@@ -4,7 +4,7 @@ The import of this module loads matplotlib, which takes a second: import it wher
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -125,15 +125,14 @@ def _section(title: str, words: str, content: str) -> str:
 def _numbers(report: Report) -> str:
     """The terminal's table as a section."""
     header, *rows = text_rows(quantities(report))
-    return _section("The run in numbers", _slo_words(report["slo"]), _table(header, rows))
+    return _section("The run in numbers", _words(report["slo"]), _table(header, rows))
 
 
-def _slo_words(slo: Any) -> str:
+def _words(slo: Mapping[str, float]) -> str:
     return (
-        f"Goodput counts complete streams with TTFT from arrival within {slo['ttft_s']} "
-        f"s and TPOT within "
-        f"{slo['tpot_s']} s. Send lag is the delay of the "
-        f"client itself: the time from when a request was due until it was sent."
+        f"TTFT counts from the time at which a request was due, so it contains the time by which "
+        f"the client of this measurement sent it late. Goodput: complete streams with TTFT within "
+        f"{slo['ttft_s']:g} s and TPOT within {slo['tpot_s']:g} s, and as many per second."
     )
 
 
@@ -141,16 +140,16 @@ def _recoveries(report: Report) -> str:
     if not report["faults"] and not report["recovery_rows"]:
         return ""
     columns = (
-        "at",
+        "decided at",
         "stream",
         "attempt",
         "option",
         "from",
         "to",
         "cause",
-        "had tokens",
-        "predicted",
-        "real",
+        "tokens before",
+        "predicted cost",
+        "real cost",
         "pause",
     )
     rows = [

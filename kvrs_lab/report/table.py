@@ -113,7 +113,7 @@ def late_sentence(report: Report) -> str | None:
     return (
         f"The client of this measurement sent {run['late']} of {run['streams']} requests more than "
         f"{LATE_S * 1000:.0f} ms late (at most {milliseconds(run['lag_s']['max'])}{rates}), which "
-        f"is no delay of kvrs; TTFT from arrival contains it."
+        f"is no delay of kvrs; TTFT contains it."
     )
 
 
@@ -204,7 +204,7 @@ def _verdict(report: Report) -> Text:
 def quantities(report: Report) -> Table:
     """A row per quantity, with and without the fault."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    fault, clean = report["runs"]["fault"], report["runs"]["clean"]
+    fault, clean, slo = report["runs"]["fault"], report["runs"]["clean"], report["slo"]
     table.add_column("", no_wrap=True)
     measured, again = run_names(report)
     table.add_column(measured, justify="right")
@@ -218,37 +218,36 @@ def quantities(report: Report) -> Table:
         row(key, str(fault[key]), "" if clean is None else str(clean[key]))
     if clean is not None:
         lost = (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"])
-        row("tokens lost / repeated / different", " / ".join(map(str, lost)), "the oracle")
+        row("tokens lost / repeated / different", " / ".join(map(str, lost)), "reference")
     if report["faults"]:
         _add_fault_rows(report, row)
     names = (
-        ("TTFT from arrival", "arrival_ttft_s"),
-        ("TPOT", "tpot_s"),
-        ("TBT", "tbt_s"),
-        ("maximum TBT of a stream", "max_gap_s"),
-        ("send lag", "lag_s"),
+        ("first token (TTFT)", "arrival_ttft_s"),
+        ("per token (TPOT)", "tpot_s"),
+        ("between tokens (TBT)", "tbt_s"),
+        ("  longest of a stream", "max_gap_s"),
+        ("requests sent late by", "lag_s"),
     )
     for name, key in names:
         row(f"{name} p50 / p99", _pair(fault[key]), "" if clean is None else _pair(clean[key]))
     row(
-        "goodput (streams within the SLO)",
+        f"goodput (TTFT {slo['ttft_s']:g} s, TPOT {slo['tpot_s']:g} s)",
         _goodput(fault),
         "" if clean is None else _goodput(clean),
     )
     row(
-        "requests/s offered / asked",
+        "requests/s sent / planned",
         _rates_words(fault),
         "" if clean is None else _rates_words(clean),
     )
     for option, costs in report["recovery_options"].items():
         words = _both(costs["predicted_s"], costs["real_s"])
         row(f"{option}: predicted / real cost", Text(words))
-        row("  off by (share of the real cost)", _share(costs["absolute_error_share"]))
+        row("  average error of a prediction", _share(costs["absolute_error_share"]))
     return folded(table)
 
 
 def _add_fault_rows(report: Report, row: Any) -> None:
-    row("pause of a stream p50 / longest", _pair(report["gap_s"], "max"))
     row("faults", Text(_faults(report)))
     notices_s = [s for fault in report["faults"] if (s := fault.get("notice_s")) is not None]
     if notices_s:
@@ -256,6 +255,7 @@ def _add_fault_rows(report: Report, row: Any) -> None:
     row("bound to it: decoding / not yet", " / ".join(map(str, bound_streams(report))))
     row("streams that needed a recovery", str(interrupted_streams(report)))
     row("recoveries", Text(recoveries_by_option(report)))
+    row("pause of a stream p50 / longest", _pair(report["gap_s"], "max"))
 
 
 def papers_measures(report: Report) -> list[tuple[str, str]]:
@@ -294,7 +294,7 @@ def _faults(report: Report) -> str:
 
 
 def _goodput(run: Mapping[str, Any]) -> str:
-    return f"{run['goodput_per_s']:.2f}/s ({run['slo_met']})"
+    return f"{run['slo_met']} ({run['goodput_per_s']:.2f}/s)"
 
 
 def _rates_words(run: Mapping[str, Any]) -> str:

@@ -311,7 +311,10 @@ def test_the_terminal_table_shows_verdict_and_both_runs() -> None:
 
     assert "Exact: 3 of 3 streams" in shown
     assert "kill [red]d0[/] at 1.00 s" in shown
-    assert re.search(r"bound to it: decoding / not yet +2 / 1", shown)
+    assert re.search(
+        r"kill \[red\]d0\[/\] at 1.00 s.*\nbound to it: decoding / not yet +2 / 1", shown
+    )
+    assert re.search(r"goodput \(TTFT 2 s, TPOT 0.2 s\) +2 \([0-9.]+/s\)", shown)
     assert re.search(r"pause of a stream p50 / longest +500\.0 / 600\.0 ms", shown)
     assert "TFS" not in shown
 
