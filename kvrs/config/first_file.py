@@ -9,20 +9,20 @@ _HEADERS = {
     Backend.EMBEDDED: "kvrs with its embedded engine, on this machine: `kvrs lab up --config FILE` "
     "starts two nodes, each with a prefill and a decode instance, and a proxy.",
     Backend.VLLM: "kvrs in front of vLLM, one prefill and two decode instances that are already up "
-    "(`kvrs docs vllm` has their command lines). To be changed: hosts and ports. Then "
-    "`kvrs proxy --config FILE`. The model is the one that vLLM names; where its files are not on "
-    "this machine, `kvrs doctor` says what that costs.",
+    "(`kvrs docs vllm` has their command lines). Change hosts and ports, then run "
+    "`kvrs proxy --config FILE`. The proxy serves the model that vLLM names; if the model's files "
+    "are not on this machine, `kvrs doctor` says what that costs.",
     Backend.SGLANG: "kvrs in front of SGLang, two prefill and two decode servers that are already "
-    "up (`kvrs docs sglang` has their command lines). To be changed: hosts and ports. Then "
-    "`kvrs proxy --config FILE`. The model is the one that SGLang names; where its files are not "
-    "on this machine, `kvrs doctor` says what that costs.",
+    "up (`kvrs docs sglang` has their command lines). Change hosts and ports, then run "
+    "`kvrs proxy --config FILE`. The proxy serves the model that SGLang names; if the model's "
+    "files are not on this machine, `kvrs doctor` says what that costs.",
     Backend.DISTSERVE: "kvrs in front of DistServe, two servers on this machine, without a GPU: "
-    "`kvrs lab up --config FILE` (`kvrs docs distserve`). The environment's DISTSERVE_HOME "
+    "`kvrs lab up --config FILE` (`kvrs docs distserve`). The environment variable DISTSERVE_HOME "
     "names the checkout.",
 }
 _REST = (
-    "`kvrs config check FILE` reports what is wrong with it. Keys that are not here have their "
-    "defaults: `kvrs config show FILE`."
+    "`kvrs config check FILE` reports the faults of this file. Keys that are not here have their "
+    "defaults, which `kvrs config show FILE` prints."
 )
 _NODES = """
   - {id: n0, instances: [{id: p0, role: prefill}, {id: d0, role: decode}]}
