@@ -240,3 +240,27 @@ def test_a_fault_of_a_node_drains_until_it_is_over() -> None:
     ]
     assert shared == {D1: 57.0}
     assert drains.describe(D1, 3.0) == {"moves_in_s": 57.0}
+
+
+def test_an_operator_overrules_a_fault_of_a_node() -> None:
+    """Until the node has another fault, or had none in between."""
+    told: list[ev.Event] = []
+    config = parse_config({})
+    drains = Drains(Instances(config), lambda _: {}, lambda event, _: told.append(event))
+    cordoned, pressed = NodeFault("its node is cordoned", 30.0), NodeFault("pressure", 0.0)
+
+    drains.follow_nodes({D0: cordoned}, 0.0)
+    drains.end(D0, 1.0)
+    drains.follow_nodes({D0: cordoned}, 2.0)
+    drains.follow_nodes({D0: cordoned}, 3.0)
+    assert told == [ev.DrainOrdered(D0, False, {}, cordoned.cause), ev.DrainEnded(D0)]
+
+    drains.follow_nodes({D0: pressed}, 4.0)
+    drains.end(D0, 5.0)
+    drains.follow_nodes({}, 6.0)
+    drains.follow_nodes({D0: pressed}, 7.0)
+    assert told[2:] == [
+        ev.DrainOrdered(D0, True, {}, pressed.cause),
+        ev.DrainEnded(D0),
+        ev.DrainOrdered(D0, True, {}, pressed.cause),
+    ]

@@ -37,6 +37,8 @@ class Drains:
         self._ordered: dict[InstanceId, float] = {}
         # Fault of the node, for each instance that is drained because of it.
         self._faults: dict[InstanceId, NodeFault] = {}
+        # Fault of the node that an operator has overruled, until the node has another one or none.
+        self._overruled: dict[InstanceId, NodeFault] = {}
         # Instances that are drained for removal, with the time until which KV retained there is
         # waited for; their drains do not end.
         self.leaving: dict[InstanceId, float] = {}
@@ -82,13 +84,20 @@ class Drains:
 
     def follow_nodes(self, faults: Mapping[InstanceId, NodeFault], now_s: float) -> None:
         """Drain the instances whose node has a fault, and end the drains of those whose node has
-        none any more. The drains of operators stay as they are.
+        none any more. The drains of operators stay as they are, and a drain that an operator has
+        ended does not begin again for the same fault.
         """
         for instance in self._faults.keys() - faults.keys():
-            self.end(instance, now_s)
+            self._end(instance, now_s)
+        self._overruled = {
+            instance: fault
+            for instance, fault in self._overruled.items()
+            if faults.get(instance) == fault
+        }
         for instance, fault in faults.items():
             is_ordered = instance in self._ordered and instance not in self._faults
-            if fault != self._faults.get(instance) and not is_ordered:
+            is_known = fault in (self._faults.get(instance), self._overruled.get(instance))
+            if not is_known and not is_ordered:
                 self._faults[instance] = fault
                 self._ordered[instance] = now_s + fault.drain_s
                 self._order(instance, moves=fault.drain_s <= 0, now_s=now_s)
@@ -100,7 +109,12 @@ class Drains:
             self.begin(instance, drain_s, now_s)
 
     def end(self, instance: InstanceId, now_s: float) -> None:
-        """End a drain, unless the instance is being removed."""
+        """End a drain by an operator's order, unless the instance is being removed."""
+        if (fault := self._faults.get(instance)) is not None:
+            self._overruled[instance] = fault
+        self._end(instance, now_s)
+
+    def _end(self, instance: InstanceId, now_s: float) -> None:
         if instance in self.leaving:
             return
         self._faults.pop(instance, None)
@@ -110,6 +124,7 @@ class Drains:
     def forget(self, instance: InstanceId) -> None:
         """Forget a removed instance."""
         self._faults.pop(instance, None)
+        self._overruled.pop(instance, None)
         self._ordered.pop(instance, None)
         self.leaving.pop(instance, None)
 
