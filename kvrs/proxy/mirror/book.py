@@ -159,6 +159,8 @@ class RecordBook:
     def _store(self, update: Update, sender: str, role: RecordRole, now_s: float) -> UpdateAck:
         self._drop(update.key)
         record = record_from(update, now_s, role=role, peer=sender)
+        if role is RecordRole.COPY:  # A peer's death brings all that it kept at once.
+            record.pack()
         if not self._make_room(record.tenant, now_s, record):
             return UpdateAck(AckStatus.FULL)
         self._put(record)

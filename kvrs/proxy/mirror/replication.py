@@ -56,7 +56,8 @@ _GATHER_EXACT_S = 0.1
 # Interval of updates of streams without news; the answers tell an owner whether its stream was
 # granted elsewhere.
 _HEARTBEAT_S = 1.0
-_MAX_BATCH_BYTES = 8 << 20
+# Size in memory after which a batch of updates gets no other one: that much is decoded at once.
+_MAX_BATCH_BYTES = 1 << 20
 _TRIES = 4
 _RETRY_S = 0.05
 

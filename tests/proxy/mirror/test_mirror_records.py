@@ -457,6 +457,23 @@ def test_an_idle_record_is_packed_and_has_the_same_events() -> None:
     assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
 
 
+def test_copies_are_packed_as_they_come() -> None:
+    """All that a dead peer kept comes within a second, and is not to push other records out."""
+    source = record()
+    for seq in range(1, 201):
+        source.add(event(seq))
+    source.role, source.state = RecordRole.MIRROR, StreamState(complete=True)
+    book = RecordBook(max_bytes=3 * source.size_bytes)
+
+    for n in range(10):
+        copy = msgspec.structs.replace(source.copy(0.0), key=f"k{n}")
+        assert book.receive(copy, "m", 0.0).ack == UpdateAck(AckStatus.STORED, 200)
+
+    assert len(book.records) == 10
+    assert book.records["k0"].events == source.events
+    assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
+
+
 def test_an_owner_that_gave_up_a_full_mirror_is_claimed_from_before_that_mirror() -> None:
     """The mirror may still have a part of the stream."""
     mirror, outbox = RecordBook(), Outbox(record())
