@@ -24,6 +24,8 @@ EXTRAS = {
     ),
     "distserve": (*_ENGINE, "filelock", "huggingface_hub", "psutil", "ray", "transformers"),
 }
+# Ends of plurals, by the last letter of the singular.
+_PLURALS = {"y": "ies", "Y": "IES"}
 # Bound of options in seconds, rates and factors: a larger number, like nan, is a mistake.
 _BEYOND_NUMBERS = 1e9
 
@@ -54,8 +56,11 @@ def nearest(name: str, names: Sequence[str], before: str = "") -> str:
     """Return the end of a message about an unknown name: the name that resembles it, behind what is
     `before` it; empty: none does.
     """
-    near = get_close_matches(name, names, n=1)
-    return f"; the nearest one is {before}{near[0]}" if near else ""
+    # Another name may resemble "proxies" more than "proxy" does.
+    forms = {each[:-1] + _PLURALS[each[-1:]]: each for each in names if each[-1:] in _PLURALS}
+    forms |= {each: each for each in names}
+    near = get_close_matches(name, forms, n=1)
+    return f"; the nearest one is {before}{forms[near[0]]}" if near else ""
 
 
 def numbers_out_of_range(

@@ -82,6 +82,7 @@ def test_a_page_size_that_no_engine_could_serve_is_found_before_one_starts() -> 
             "; allowed: letters, digits and `._-`, first a letter, a digit or `_`",
         ),
         ("proxy: {prot: 1}", "workers; the nearest one is port"),
+        ("proxies: {port: 1}", "transfer; the nearest one is proxy"),
         ("gossip: {peers: []}", "probe_interval_s; the nearest one is proxy.peers"),
         ("policy: {ewma: 1}", "slots_max"),
         (

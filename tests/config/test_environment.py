@@ -68,6 +68,7 @@ def test_unknown_names_are_errors_with_the_nearest_one() -> None:
         {
             "KVRS_PROXY__ADMIN_PROT": "1",
             "KVRS_PROYX__PORT": "1",
+            "KVRS_PROXIES__PORT": "1",
             "KVRS_PROXY__PORT__A": "1",
             "KVRS_CLUSTER__NODES__0__ID": "n0",
             "KVRS_SLO__ABORT": "[",
@@ -76,6 +77,7 @@ def test_unknown_names_are_errors_with_the_nearest_one() -> None:
 
     assert sorted(fault.partition(" variable ")[2][:75] for fault in faults) == [
         "KVRS_CLUSTER__NODES__0__ID: got '0' below KVRS_CLUSTER__NODES; allowed: not",
+        "KVRS_PROXIES__PORT: no setting; the nearest one is KVRS_PROXY",
         "KVRS_PROXY__ADMIN_PROT: no setting; the nearest one is KVRS_PROXY__ADMIN_PO",
         "KVRS_PROXY__PORT__A: got 'A' below KVRS_PROXY__PORT; allowed: nothing below",
         "KVRS_PROYX__PORT: no setting; the nearest one is KVRS_PROXY",
