@@ -14,6 +14,7 @@ from kvrs.errors import ConfigError
 _CHECKOUT, _INSTALLED = "docs", "share/doc/kvrs"
 _FOLDERS = ("guide", "research")
 _SUFFIX = ".md"
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)  # The mark of a figure with its kept result.
 _HEADING = re.compile(r"^(##+) (.+)$", re.MULTILINE)
 
 Page = Annotated[
@@ -32,7 +33,7 @@ def docs(page: Page = None) -> None:
     name = path.rpartition("/")[2].removesuffix(_SUFFIX)
     if name not in known:
         raise ConfigError(f"got {page!r}; allowed: {', '.join(sorted(known))}")
-    text = known[name].read_text(encoding="utf-8")
+    text = _COMMENT.sub("", known[name].read_text(encoding="utf-8"))
     print(section(text, anchor) if anchor else text, end="")
 
 

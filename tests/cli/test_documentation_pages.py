@@ -23,6 +23,16 @@ def test_a_page_is_printed_by_its_name_or_the_path_that_it_has_in_the_checkout()
         assert printed.stdout == (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8"), name
 
 
+def test_a_page_is_printed_without_its_comments() -> None:
+    """They name the results that figures are from, for a test."""
+    source = (ROOT / "docs/research/papers.md").read_text(encoding="utf-8")
+    printed = CliRunner().invoke(app, ["docs", "papers"]).stdout
+
+    assert re.search(r"\| p50 of all pauses \| \d+<!-- kept: ", source)
+    assert re.search(r"\| p50 of all pauses \| \d+ \| \d+ \|\n", printed)
+    assert "<!--" not in printed
+
+
 def test_a_section_is_printed_by_its_anchor() -> None:
     """With the sections below it, up to the next one of its level; alerts name such a section."""
     text = (ROOT / "docs/guide/vllm.md").read_text(encoding="utf-8")
