@@ -8,7 +8,7 @@ from typing import assert_never
 
 from kvrs.config.addresses import addresses_of, faults_of_addresses, faults_of_gossip
 from kvrs.config.backup import BackupMode
-from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
+from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings, NodeSettings
 from kvrs.config.policy import PolicySettings
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MAX_ID, MAX_PEERS, MAX_PORT, ProxySettings
 from kvrs.config.sections import Sections
@@ -78,13 +78,7 @@ def _faults_of_names(config: Sections) -> Iterator[str]:
                 f"cluster.nodes: node {node.id!r} has no instances; allowed: at least one, or a "
                 f"stage of another node's (stage_hosts)"
             )
-    holders = [instance.id for _, instance in config.cluster.instances()]
-    holders += [node.agent_id for node in nodes]
-    for _, instance in config.cluster.instances():
-        holders += [instance.stage_host_id(stage) for stage in instance.remote_stages]
-    for what, names in (("node", [node.id for node in nodes]), ("instance", holders)):
-        for name, count in _repeated(names):
-            yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
+    yield from _faults_of_ids(nodes)
     proxies = [*config.proxy.names, *(peer.id for peer in config.proxy.every_peer())]
     for name, count in _repeated(proxies):
         yield f"proxy.peers: id {name!r} is used {count} times; allowed: once, proxy.id included"
@@ -95,6 +89,33 @@ def _faults_of_names(config: Sections) -> Iterator[str]:
                 f"proxy.peer_host: got {here!r}, with proxy {peer.id!r} at {peer.host!r}; allowed: "
                 f"an address at which that proxy reaches this one"
             )
+
+
+def _faults_of_ids(nodes: Sequence[NodeSettings]) -> Iterator[str]:
+    """Yield a fault for each id of a node, or of a process, that another one has too. Agents and
+    stage hosts have ids that follow from those in the file.
+    """
+    known: dict[str, str] = {}  # Path of each node, by id.
+    holders: dict[str, str] = {}  # Path or description of each process, by id.
+    for number, node in enumerate(nodes):
+        path = f"cluster.nodes.{number}"
+        if (first := known.setdefault(node.id, path)) != path:
+            yield _repeated_id(path, node.id, first)
+        holders[node.agent_id] = f"the agent of {first}"
+    for number, node in enumerate(nodes):
+        for index, instance in enumerate(node.instances):
+            path = f"cluster.nodes.{number}.instances.{index}"
+            if (first := holders.setdefault(instance.id, path)) != path:
+                yield _repeated_id(path, instance.id, first)
+                continue
+            for stage in instance.remote_stages:
+                name, host = instance.stage_host_id(stage), f"the host of stage {stage} of {path}"
+                if (first := holders.setdefault(name, host)) != host:
+                    yield _repeated_id(path, name, f"{host}, and that of {first}")
+
+
+def _repeated_id(path: str, name: str, first: str) -> str:
+    return f"{path}.id: got {name!r}, which is the id of {first}; allowed: an id of its own"
 
 
 def _faults_of_ranks(config: Sections) -> Iterator[str]:

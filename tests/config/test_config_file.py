@@ -177,9 +177,26 @@ def test_ids_ports_and_roles_are_checked_across_sections() -> None:
 
     text = "\n".join(faults_of({"cluster": {"nodes": nodes}}))
 
-    assert "instance id 'p0' is used 2 times" in text
+    assert (
+        "cluster.nodes.0.instances.1.id: got 'p0', which is the id of cluster.nodes.0.inst" in text
+    )
     assert "no instance of role 'decode'" in text
     assert "port 127.0.0.1:9000 is used 4 times" in text
+
+
+def test_an_id_that_another_has_is_named_by_its_place() -> None:
+    """The ids of agents follow from those of nodes, and stand nowhere in the file."""
+    prefill, decode = {"id": "p0", "role": "prefill"}, {"id": "agent-n0", "role": "decode"}
+    nodes = [{"id": "n0", "instances": [prefill, decode]}]
+    nodes.append({"id": "n0", "instances": [{"id": "d0", "role": "decode"}]})
+
+    assert faults_of({"cluster": {"nodes": nodes}}) == [
+        f"cluster.nodes.{path}; allowed: an id of its own"
+        for path in (
+            "1.id: got 'n0', which is the id of cluster.nodes.0",
+            "0.instances.1.id: got 'agent-n0', which is the id of the agent of cluster.nodes.0",
+        )
+    ]
 
 
 def test_services_are_of_vllm_alone() -> None:

@@ -109,11 +109,15 @@ def test_a_node_has_an_instance_or_a_stage() -> None:
 
 def test_a_host_of_a_stage_has_a_name_of_its_own() -> None:
     divided = document(pp=2, stage_hosts=[{"node": "n0"}])
-    taken = {"id": "b0-stage-1", "role": "both"}
-    divided["cluster"]["nodes"][0]["instances"].append(taken)
-
-    with pytest.raises(ConfigError, match="instance id 'b0-stage-1' is used 2 times"):
-        parse_config(divided)
+    instances = divided["cluster"]["nodes"][0]["instances"]
+    path, taken = "cluster.nodes.0.instances", {"id": "b0-stage-1", "role": "both"}
+    for beside, says in (
+        ([*instances, taken], f"1.id: got 'b0-stage-1', .* id of the host of stage 1 of {path}.0;"),
+        ([taken, *instances], f"1.id: got 'b0-stage-1', .* of {path}.1, and that of {path}.0;"),
+    ):
+        divided["cluster"]["nodes"][0]["instances"] = beside
+        with pytest.raises(ConfigError, match=f"{path}.{says}"):
+            parse_config(divided)
 
 
 def test_ranks_are_those_of_the_embedded_engine_on_processors() -> None:
