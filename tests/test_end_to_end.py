@@ -149,6 +149,7 @@ def test_demo_survives_a_kill_and_proves_it(tmp_path: Path) -> None:
     )
     assert sum(report["recoveries"].values()) >= 8
     assert report["faults"][0]["inflight"] >= 8
+    assert report["faults"][0]["notice_s"] > 0
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
     # A program beside this test may have made memory that it is about to map.
     wait_until(lambda: abandoned_memory() <= before, "no shared memory is left", END_S)
