@@ -4,6 +4,7 @@ request of the test.
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from kvrs.net.http import inner_server
 from kvrs.net.routes import Handler, Request, Response, Routes
 from kvrs.net.server import HttpServer
 from kvrs.protocol.secrets import Scope, scoped_keys
+from kvrs_lab.cluster.ports import _bind
+from kvrs_testkit.memory_loop import MemoryLoop
 
 SECRET = b"a secret of the tests"
 _PIDS = itertools.count(1000)
@@ -33,6 +36,7 @@ class ScriptedServer:
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     host: str = "127.0.0.1"
     _port: HttpServer | None = None
+    _kept: socket.socket | None = None  # Bound at its port while it does not listen there.
     _connections: set[PortConnection] = field(default_factory=set)
     _watching: set[PortConnection] = field(default_factory=set)
 
@@ -48,15 +52,14 @@ class ScriptedServer:
             routes, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
         )
         self.port = await self._port.open(self.host, self.port)
+        self._leave_port()
 
     async def kill(self) -> None:
         """End it like SIGKILL: all connections are reset at once, and new ones are refused."""
-        assert self._port is not None
-        await self._port.stop_listening()
-        for connection in list(self._connections):
-            connection.abort()
-        await self._port.close()
-        self._port = None
+        await self._end()
+        if not isinstance(asyncio.get_running_loop(), MemoryLoop):
+            # The system gives the port to no other process before the restart.
+            self._kept = _bind(self.host, self.port)
 
     async def restart(self) -> None:
         self.epoch += 1
@@ -65,7 +68,21 @@ class ScriptedServer:
 
     async def close(self) -> None:
         if self._port is not None:
-            await self.kill()
+            await self._end()
+        self._leave_port()
+
+    async def _end(self) -> None:
+        assert self._port is not None
+        await self._port.stop_listening()
+        for connection in list(self._connections):
+            connection.abort()
+        await self._port.close()
+        self._port = None
+
+    def _leave_port(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def freeze(self) -> None:
         """Stop it like SIGSTOP: connections stand and are taken, and nothing comes of them
