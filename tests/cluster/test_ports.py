@@ -10,6 +10,7 @@ import pytest
 
 from kvrs.config.cluster import demo_nodes
 from kvrs.config.file import parse_config
+from kvrs.config.proxy import ADMIN_PORT_STEP
 from kvrs.errors import ConfigError
 from kvrs_lab.cluster import ports
 from kvrs_lab.cluster.ports import (
@@ -19,6 +20,7 @@ from kvrs_lab.cluster.ports import (
     resolve_ports,
     several_proxies,
 )
+from kvrs_testkit.free_ports import free_ports
 
 pytestmark = [pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -40,8 +42,10 @@ def test_no_port_is_chosen_twice_however_few_there_are(monkeypatch: pytest.Monke
     """The system would allow it before the first listens. A given port is not chosen for another
     process.
     """
-    monkeypatch.setattr(ports, "LAST_PORT", FIRST_PORT + 40)
-    asked = parse_config({"proxy": {"port": 0, "admin_port": FIRST_PORT + 7}})
+    (given,) = free_ports(1)
+    monkeypatch.setattr(ports, "FIRST_PORT", given - 7)
+    monkeypatch.setattr(ports, "LAST_PORT", given + 33)
+    asked = parse_config({"proxy": {"port": 0, "admin_port": given}})
 
     for _ in range(20):
         config = resolve_ports(asked)
@@ -154,14 +158,15 @@ def test_several_proxies_have_ports_and_logs_of_their_own_and_know_each_other() 
     """Ten apart where the file gives them, so that they can be told apart; any free ones where it
     does not.
     """
-    asked = {"port": FIRST_PORT + 1, "admin_port": FIRST_PORT + 2, "event_log": "logs/events.jsonl"}
+    first, *_ = free_ports(2 + 2 * ADMIN_PORT_STEP)
+    asked = {"port": first, "admin_port": first + 1, "event_log": "logs/events.jsonl"}
     config = parse_config({"proxy": asked, "gossip": {"enabled": True}})
 
     found = [each.proxy for each in resolve_all(config, several_proxies(config.proxy, 3))]
 
     assert [proxy.id for proxy in found] == ["proxy-0", "proxy-1", "proxy-2"]
-    assert [proxy.port - FIRST_PORT for proxy in found] == [1, 11, 21]
-    assert [proxy.admin_port - FIRST_PORT for proxy in found] == [2, 12, 22]
+    assert [proxy.port - first for proxy in found] == [0, 10, 20]
+    assert [proxy.admin_port - first for proxy in found] == [1, 11, 21]
     assert [proxy.event_log for proxy in found] == [
         f"logs/events-proxy-{n}.jsonl" for n in range(3)
     ]
