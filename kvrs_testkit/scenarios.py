@@ -28,6 +28,10 @@ CONNECTS = (
     "a new connection to a stopped process fails after 1 s: a request that comes during the "
     "pause makes a second attempt"
 )
+MEASURED = "the link is measured, and on a busy machine as slower than the settings say"
+UNORDERED = (
+    "a busy machine may send the request before the fault, or before the proxy has noticed it"
+)
 VLLM = "tests/vllm has real ones"
 SCRIPT = "no order to a process causes it"
 STAGES = "tests/cluster/test_lending_up.py has real hosts"

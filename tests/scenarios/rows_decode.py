@@ -5,9 +5,11 @@ from kvrs_testkit.scenarios import (
     BOTH,
     DECODE,
     FLOW,
+    MEASURED,
     ONE_STREAM,
     PAIR,
     PREFILL,
+    UNORDERED,
     VLLM,
     Expected,
     Load,
@@ -91,7 +93,7 @@ DECODE_ROWS = [
         load=Load(streams=1, prompt_tokens=1500, tokens=150),
         expected=Expected(lost={"d0"}, left={"d0"}, options={"migrate"}),
         not_scripted="by the tables of scripted instances a split is sooner",
-        not_real="on a busy machine the link is measured as slower, and a split is sooner",
+        not_real=MEASURED,
     ),
     Scenario(
         name="decode-auto-over-a-slow-link",
@@ -108,6 +110,7 @@ DECODE_ROWS = [
         settings=link("rom", 1e12),
         load=LONG,
         expected=Expected(lost={"d0"}, left={"d0"}, options={"migrate"}),
+        not_real=MEASURED,
     ),
     Scenario(
         name="decode-rom-over-a-slow-link",
@@ -278,6 +281,7 @@ DECODE_ROWS = [
         load=ONE_STREAM,
         back_s=3.0,
         expected=Expected(lost={"d0"}, recovers=False, attempts=None),
+        not_real=UNORDERED,
     ),
     Scenario(
         name="dies-again-and-again",

@@ -7,6 +7,7 @@ from kvrs_testkit.scenarios import (
     ONE_STREAM,
     PAIR,
     PREFILL,
+    UNORDERED,
     VLLM,
     Expected,
     Load,
@@ -145,6 +146,7 @@ PREFILL_ROWS = [
         load=ONE_STREAM,
         back_s=3.0,
         expected=Expected(lost={"p0"}, recovers=False, attempts=None),
+        not_real=UNORDERED,
     ),
     Scenario(
         name="all-prefill-vllm",
