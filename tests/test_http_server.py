@@ -88,6 +88,10 @@ async def opened(
         await made.server.close()
 
 
+# Of the event loop, in which the server reads a piece, whatever time they take.
+TURNS = 20
+
+
 async def answers(port: int, *pieces: bytes, count: int = 1, pause_s: float = 0.02) -> list[bytes]:
     """The bodies of so many responses to what is sent in pieces."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -96,6 +100,8 @@ async def answers(port: int, *pieces: bytes, count: int = 1, pause_s: float = 0.
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(pause_s)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
         return await bodies(reader, count)
     finally:
         writer.close()

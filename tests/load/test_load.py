@@ -340,9 +340,10 @@ async def test_a_late_client_reports_its_lag() -> None:
         records = await replay(
             url, [ReplayRequest(0.0, (1,), 1), ReplayRequest(0.01, (2,), 1)], dawdle
         )
+    late = sum(record.lag_s > 0.05 for record in records)  # On a busy machine the first one, too.
     report = build_report(records, None, [], [], {})
 
     assert records[1].lag_s > 0.1
     assert (metrics.arrival_ttft_s(records[1]) or 0) > 0.1 + (metrics.ttft_s(records[1]) or 0)
-    assert report["runs"]["fault"]["late"] == 1
-    assert "sent 1 of 2 requests more than 50 ms late" in (late_sentence(report) or "")
+    assert report["runs"]["fault"]["late"] == late
+    assert f"sent {late} of 2 requests more than 50 ms late" in (late_sentence(report) or "")

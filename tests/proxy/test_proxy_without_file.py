@@ -123,7 +123,10 @@ async def test_a_stream_survives_behind_urls_alone(
         script.gate, script.gate_at = asyncio.Event(), 3
         streamed = await http.post(f"{url}/v1/completions", json=BODY | {"stream": True})
         await streamed.content.readuntil(b"\n\n")
-        victims = [each for each in found.values() if each.role == "decode" and each.running]
+        decoders = [each for each in found.values() if each.role == "decode"]
+        # A second worker may try a server with one token at this moment.
+        while len(victims := [each for each in decoders if each.running]) > 1:
+            await asyncio.sleep(0.01)
         for victim in victims:
             await victim.kill()
         script.gate.set()

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from kvrs.proxy.streams import hand_offs
+from kvrs.proxy.streams.open_stream import StreamPhase
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Vllms
 
@@ -39,11 +40,14 @@ async def leave_after_prefill(system: Vllms, count: int) -> None:
     """Clients whose streams end between prefill and decode, since decode has no room."""
     asked = [asyncio.create_task(system.ids([*PROMPT, n])) for n in range(count)]
 
+    streams = system.proxy.parts.driver.streams
+
     async def are_prefilled() -> bool:
-        return len(system.shared.hand_offs) >= count
+        # The proxy has read the answers: it would not know what it has to free otherwise.
+        waits = [each.phase is StreamPhase.WAITING for each in streams.values()]
+        return len(waits) == count and all(waits) and len(system.shared.hand_offs) >= count
 
     await system.until(are_prefilled)
-    await asyncio.sleep(0.1)  # The proxy has read the answers.
     for each in asked:
         each.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
@@ -84,11 +88,8 @@ async def test_blocks_of_a_stream_that_is_computed_elsewhere_are_freed(vllms: Bu
     assert len(body["cache_salt"]) == 32
 
 
-async def test_a_request_that_waits_in_the_queue_is_aborted(
-    vllms: Builder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_waits_in_the_queue_is_aborted(vllms: Builder) -> None:
     """vLLM frees the blocks as well, and no decode instance has to compute a token."""
-    monkeypatch.setattr("kvrs.proxy.backends.vllm._ABORTED_AFTER_S", 0.1)
     system = await vllms(policy={"name": "always_recompute"})
     system.servers["d0"].denies = 503
     system.servers["d1"].queue = asyncio.Event()
