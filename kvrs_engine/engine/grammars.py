@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvrs.errors import RequestError
-from kvrs.protocol.openai.requests import decode_as
+from kvrs.protocol.openai.decoding import decode_as
 
 _PARAM = "response_format"
 _ANY_OBJECT = {"type": "object"}

@@ -191,9 +191,12 @@ def test_fields_become_those_of_a_chat(fields: Any, expected: Any) -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "private"}]}, "messages[0]"),
         ({"messages": [USER, {"role": "assistant", "content": "begun"}]}, "messages"),
-        ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content"),
+        (
+            {"messages": [USER, {"role": "user", "content": {"a": "private"}}]},
+            "messages[1].content",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages[0].content[0].type",
@@ -208,16 +211,18 @@ def test_fields_become_those_of_a_chat(fields: Any, expected: Any) -> None:
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
         ({"output_config": {"task_budget": 1}}, "output_config"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"mcp_servers": [{"authorization_token": "private"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"mystery": 1}, "mystery"),
     ],
 )
 def test_what_would_change_the_output_is_refused_by_name(fields: Any, param: str) -> None:
+    """The name of the field, and no private value."""
     with pytest.raises(RequestError) as refusal:
         translated(**fields)
 
     assert refusal.value.param == param
+    assert "private" not in str(refusal.value)
 
 
 def test_a_count_is_of_the_prompt_alone() -> None:

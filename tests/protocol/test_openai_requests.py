@@ -26,6 +26,7 @@ from kvrs.protocol.openai.requests import (
 from kvrs.protocol.openai.structure import MAX_DEPTH
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+TEXT = "a text that is in no error"
 
 
 def completion(**fields: Any) -> bytes:
@@ -234,6 +235,55 @@ def test_a_body_of_too_many_values_or_too_deep_is_refused_before_it_is_decoded(
 def test_a_list_of_one_prompt_is_that_prompt(prompt: str | list[int]) -> None:
     """The API takes lists of prompts, and many clients send one that way."""
     assert parse_completion_request(completion(prompt=[prompt])).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (completion(max_tokens="ten"), 'Expected `int`, got `str` "ten" (field max_tokens)'),
+        (completion(stream=3), "Expected `bool`, got `int` 3 (field stream)"),
+        (completion(stop=["a", 3]), "Expected `str`, got `int` 3 (field stop[1])"),
+        (completion(stop={"a": 3}), "Expected `str | array | null`, got `object` (field stop)"),
+        (completion(logit_bias={"a": 3}), "Expected `int`, got `str` (a key of field logit_bias)"),
+        (completion(stream="x" * 99), f'Expected `bool`, got `str` "{"x" * 79} (field stream)'),
+        (b'{"stream": 3, a', "Expected `bool`, got `int` (field stream)"),
+        (b"[1]", "Expected `object`, got `array` (the body)"),
+        (b"{}", "Object missing required field `prompt` (field prompt)"),
+    ],
+)
+def test_a_value_of_another_type_is_shown_with_its_field(body: bytes, message: str) -> None:
+    """Shortened, and only scalars."""
+    with pytest.raises(RequestError) as refused:
+        parse_completion_request(body)
+
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(prompt=[1, TEXT]),
+        completion(prompt={"text": TEXT}),
+        completion(suffix=TEXT),
+        completion(user=[TEXT]),
+        completion(cache_salt=7_154_286),
+        chat(messages=TEXT),
+        chat(messages=[TEXT]),
+        chat(messages=[{"role": {"text": TEXT}}]),
+        chat(tools=TEXT),
+        chat(functions=[TEXT]),
+        chat(chat_template=TEXT),
+    ],
+)
+def test_a_private_value_is_in_no_error(body: bytes) -> None:
+    """Clients log errors; the kind of the value is enough to find the mistake."""
+    parse = parse_chat_request if b"messages" in body else parse_completion_request
+
+    with pytest.raises(RequestError) as refused:
+        parse(body)
+
+    assert TEXT not in str(refused.value)
+    assert "7154286" not in str(refused.value)
 
 
 def test_what_is_passed_on_undecoded_must_be_text_too() -> None:

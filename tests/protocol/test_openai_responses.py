@@ -17,6 +17,8 @@ from kvrs.protocol.openai.responses import (
     parse_response_request,
 )
 
+TEXT = "a text that is in no error"
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 STORED = Stored("resp_" + "a" * 48, 7, b'{"input":"hi"}')
 
 # What each event of a chat adds: text, reasoning, or a piece of the arguments of a call.
@@ -134,6 +136,30 @@ def test_a_request_that_is_wrong_is_refused(body: bytes) -> None:
     """With an error of the request, whatever it holds."""
     with pytest.raises(RequestError):
         parse_response_request(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"input": [TEXT]}, "input[0]: a string is"),
+        ({"input": {"a": TEXT}}, "input must be"),
+        ({"input": [{"role": "user", "content": [TEXT]}]}, "input[0].content: a string is"),
+        ({"input": [{"role": "user", "content": {"a": TEXT}}]}, "input[0].content: an object is"),
+        ({"input": [{"role": TEXT, "content": "a"}]}, "input[0].role: a string is"),
+        ({"input": [{"type": "image"}]}, 'input[0].type="image" is'),
+        ({"input": [CALL | {"arguments": {"a": TEXT}}]}, "input[0].arguments: an object is"),
+        ({"input": "a", "instructions": [TEXT]}, "instructions: a list is"),
+        ({"input": "a", "tools": [TEXT]}, "tools[0]: a string is"),
+        ({"input": "a", "stream": 3}, "stream=3 is"),
+    ],
+)
+def test_an_error_names_the_place_and_shows_no_private_value(fields: Any, says: str) -> None:
+    """Clients log errors; words of the API are shown."""
+    with pytest.raises(RequestError) as refused:
+        parse_response_request(msgspec.json.encode(fields))
+
+    assert str(refused.value).startswith(says)
+    assert TEXT not in str(refused.value)
 
 
 def test_what_is_allowed_is_said_in_words_of_json() -> None:

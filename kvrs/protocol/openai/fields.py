@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import RequestError, UnknownFieldError
+from kvrs.protocol.openai.decoding import given_as
 
 # Backends, as `cluster.backend` names them.
 EMBEDDED, DISTSERVE, VLLM, SGLANG = "embedded", "distserve", "vllm", "sglang"
@@ -317,10 +318,11 @@ def inexact_fields(names: Iterable[str], api: ApiKind) -> list[str]:
 def not_supported(
     name: str, given: msgspec.Raw | bytes, neutral: Iterable[Any], instead: str = ""
 ) -> RequestError:
-    shown = bytes(memoryview(given)[:80]).decode(errors="replace")
     allowed = " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
     hint = f", or the field {instead}" if instead else ""
-    return RequestError(f"{name}={shown} is not supported; allowed: {allowed}{hint}", param=name)
+    return RequestError(
+        f"{given_as(name, given)} is not supported; allowed: {allowed}{hint}", param=name
+    )
 
 
 def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:

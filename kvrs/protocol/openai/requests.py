@@ -4,12 +4,13 @@ Fields that a backend does not take are refused by their names (`fields.py`).
 """
 
 import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from kvrs.errors import RequestError
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
+from kvrs.protocol.openai.decoding import decode_as
 from kvrs.protocol.openai.fields import (
     EMBEDDED,
     VLLM,
@@ -172,7 +173,6 @@ _MESSAGES = msgspec.json.Decoder(list[_Message])
 _NO_TOOLS = re.compile(rb"null|\[\s*\]")
 _EMPTY_OBJECT = re.compile(rb"\{\s*\}")
 HIGHEST_ID = (1 << 32) - 1  # Highest token id: ids are stored in 4 bytes.
-_MISSING = re.compile("Object missing required field `(.*)`")
 
 # Fields with which a completion with `echo` is answered whole by one engine.
 ECHOED_BY_ENGINE = ("logprobs", "truncate_prompt_tokens")
@@ -244,7 +244,6 @@ def parse_chat_request(body: bytes, backend: str = EMBEDDED) -> ChatRequest:
 
 
 Request = CompletionRequest | ChatRequest
-Decoded = TypeVar("Decoded")
 
 
 def read_request(
@@ -381,24 +380,6 @@ def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
     if _LIST_OF_PROMPTS.match(prompt):
         fields["prompt"], *more = _PROMPTS.decode(prompt)
     return fields, more
-
-
-def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = "") -> Decoded:
-    """Decode JSON as the decoder's type. Raises RequestError: the message says what is wrong, and
-    where.
-    """
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        path = (field + path.rstrip("`")).lstrip(".")
-        if not path and (missing := _MISSING.match(message)):
-            path = missing[1]
-        raise RequestError(f"{message} (field {path or 'body'})", param=path or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if not body.strip():
-            raise RequestError("the body is empty; allowed: a JSON object") from None
-        raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
 # Fields that need more checks than a range of values.

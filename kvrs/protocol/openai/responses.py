@@ -160,8 +160,9 @@ def _text(content: Any, param: str) -> str:
         raise not_supported(param, content, "a string or a list of parts")
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in _TEXTS:
+        if not isinstance(part, dict):
+            raise not_supported(param, part, "a string or a list of parts")
+        if (kind := part.get("type")) not in _TEXTS:
             raise not_supported(f"{param}.type", kind, ", ".join(_TEXTS))
         texts.append(string_of(part, "text", param))
     return "".join(texts)
@@ -173,8 +174,9 @@ def _tools(fields: Fields) -> Fields:
     if not isinstance(tools, list):
         raise not_supported("tools", tools, "a list")
     for place, tool in enumerate(tools):
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        if kind != "function":
+        if not isinstance(tool, dict):
+            raise not_supported(f"tools[{place}]", tool, "an object")
+        if (kind := tool.get("type")) != "function":
             raise not_supported(f"tools[{place}].type", kind, "function")
         function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
         made.setdefault("tools", []).append({"type": "function", "function": function})

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import RequestError, UnknownFieldError
+from kvrs.protocol.openai.decoding import decode_as, given_as
 from kvrs.protocol.openai.fields import is_among
-from kvrs.protocol.openai.requests import decode_as
 from kvrs.protocol.openai.structure import check_structure
 
 Fields = dict[str, Any]
@@ -58,14 +58,14 @@ def read_fields(
     for name, value in fields.items():
         if name in neutral and not is_among(value, neutral[name]):
             values = (*neutral[name], None)
-            shown = " or ".join(msgspec.json.encode(each).decode() for each in values)
-            raise not_supported(name, value, shown)
+            listed = " or ".join(msgspec.json.encode(each).decode() for each in values)
+            raise not_supported(name, value, listed)
     return fields
 
 
 def not_supported(name: str, value: Any, allowed: str) -> RequestError:
-    shown = msgspec.json.encode(value)[:80].decode(errors="replace")
-    return RequestError(f"{name}={shown} is not supported; allowed: {allowed}", param=name)
+    given = given_as(name, msgspec.json.encode(value))
+    return RequestError(f"{given} is not supported; allowed: {allowed}", param=name)
 
 
 def string_of(item: Fields, name: str, param: str) -> str:

@@ -17,8 +17,9 @@ from kvrs.ids import InstanceId
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.decoding import decode_as
 from kvrs.protocol.openai.fields import FIELDS, VLLM, Treatment, not_supported
-from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as
+from kvrs.protocol.openai.requests import HIGHEST_ID, Fields
 from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.api.admission import Admissions, find_model
