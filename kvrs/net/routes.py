@@ -14,7 +14,7 @@ import msgspec
 from aiohttp.helpers import rfc822_formatted_time
 from multidict import CIMultiDictProxy
 
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, nearest
 from kvrs.net.connections import PortConnection
 from kvrs.net.http_request import BROKEN_BODY, Body, HttpRefusal
 from kvrs.process.eager_task import Signal
@@ -25,6 +25,7 @@ SERVER = "kvrs"  # Value of the Server header, without a version.
 JSON = "application/json"
 UNKNOWN_ROUTE = "other"  # `Request.route` of requests to unknown paths.
 MAX_BODY_BYTES = 64 << 20
+_LONGEST_SLIP = 100  # Most characters of an unknown path that are compared with those of handlers.
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
@@ -170,19 +171,19 @@ class Routes:
                 if each == method:
                     return route, match.groupdict()
                 allowed.add(each)
-        return ServedRoute(UNKNOWN_ROUTE, _not_served(allowed)), NO_PARAMETERS
+        return ServedRoute(UNKNOWN_ROUTE, partial(self._refuse, allowed)), NO_PARAMETERS
 
-
-def _not_served(allowed: Collection[str]) -> Handler:
-    async def refuse(request: Request) -> Response:
-        status = 405 if allowed else 404
-        raise RequestError(
-            f"{request.method} {request.path:.200}: {responses[status]}",
-            status=status,
-            headers={"Allow": ",".join(sorted(allowed))} if allowed else {},
-        )
-
-    return refuse
+    async def _refuse(self, allowed: Collection[str], request: Request) -> Response:
+        """Refuse a request without a handler. `allowed`: the methods that the path has."""
+        status, headers = 404, {}
+        if allowed:
+            status, headers = 405, {"Allow": ", ".join(sorted(allowed))}
+            hint = f"; allowed: {headers['Allow']}"
+        else:
+            paths = sorted({path for _, path in self.served})
+            hint = nearest(request.path[:_LONGEST_SLIP], paths) or f"; allowed: {', '.join(paths)}"
+        message = f"{request.method} {request.path:.200}: {responses[status]}{hint}"
+        raise RequestError(message, status=status, headers=headers)
 
 
 def head_of(

@@ -132,12 +132,13 @@ async def test_a_wrong_request_gets_an_openai_error(
 
 
 async def test_http_errors_have_openai_bodies_too(build: ProxyClusterBuilder) -> None:
-    """Unknown paths, wrong methods, bodies that are too large."""
+    """Unknown paths, wrong methods, bodies that are too large; each error says what is allowed."""
     system = await build(pairs=1, proxy={"max_body_bytes": 2048})
 
     for method, path, size, status, says in (
-        ("GET", "/v1/nothing", 0, 404, "GET /v1/nothing"),
-        ("GET", "/v1/completions", 0, 405, "Method Not Allowed"),
+        ("GET", "/", 0, 404, "GET /: Not Found; allowed: /classify, /detokenize, "),
+        ("POST", "/chat/completions", 0, 404, "; the nearest one is /v1/chat/completions"),
+        ("GET", "/v1/completions", 0, 405, "Method Not Allowed; allowed: POST"),
         ("POST", "/v1/completions", 5000, 413, "at most 2048 bytes"),
     ):
         async with system.http.request(method, system.url + path, data=b" " * size) as response:
