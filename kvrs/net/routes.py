@@ -177,8 +177,8 @@ class Routes:
         """Refuse a request without a handler. `allowed`: the methods that the path has."""
         status, headers = 404, {}
         if allowed:
-            status, headers = 405, {"Allow": ", ".join(sorted(allowed))}
-            hint = f"; allowed: {headers['Allow']}"
+            status, headers = 405, {"Allow": ",".join(sorted(allowed))}
+            hint = f"; allowed: {', '.join(sorted(allowed))}"
         else:
             paths = sorted({path for _, path in self.served})
             hint = nearest(request.path[:_LONGEST_SLIP], paths) or f"; allowed: {', '.join(paths)}"
