@@ -25,6 +25,7 @@ from kvrs.protocol.instance import (
     RankAnswer,
     RankRequest,
 )
+from kvrs.protocol.openai.chunks import error_kind
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.upstream import Reader
 
@@ -52,7 +53,7 @@ class RefusedError(KvrsError):
     """
 
     def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"refused with HTTP {status}")
+        super().__init__(f"refused with HTTP {status}{error_kind(msgspec.json.decode(body))}")
         self.status = status
         self.body = body
 
