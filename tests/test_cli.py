@@ -43,6 +43,10 @@ def test_help_has_a_short_option_everywhere(arguments: list[str]) -> None:
         ("lab up --proxies 0", "--proxies: got 0; allowed: a whole number from 1 to 8"),
         ("lab up --nodes 65", "--nodes: got 65; allowed: a whole number from 1 to 64"),
         ("lab demo --requests=x", "--requests: got 'x'; allowed: a whole number from 1 to 2000"),
+        (
+            "lab simulate --requests 1000001",
+            "--requests: got 1000001; allowed: a whole number from 1 to 1000000",
+        ),
         ("lab simulate --seeds 0", "--seeds: got 0; allowed: a whole number, 1 or more"),
         ("lab simulate --rate x", "--rate: got 'x'; allowed: a number"),
         ("lab simulate --rate 0", "--rate: got 0.0; allowed: above 0, below 1e+09"),

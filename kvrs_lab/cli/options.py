@@ -10,6 +10,8 @@ from kvrs.cli.options import POLICIES
 from kvrs_lab.sim.goals import Goal
 from kvrs_lab.traces.presets import PRESETS
 
+_MOST_REQUESTS = 1_000_000  # A generated trace has as many as it is asked for.
+
 # Groups of the options of `kvrs lab replay`.
 TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
@@ -134,6 +136,7 @@ Requests = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=_MOST_REQUESTS,
         help="Number of requests to take, from the first on; default: all of the file, or 100",
         rich_help_panel=TRACE,
     ),
@@ -146,7 +149,10 @@ SimulateTrace = Annotated[
     typer.Option(help="JSON or CSV of a known format, as for `replay`; without it, generated"),
 ]
 SimulatedStreams = Annotated[
-    int | None, typer.Option(min=1, help="Number of streams; default: all of the trace, or 100")
+    int | None,
+    typer.Option(
+        min=1, max=_MOST_REQUESTS, help="Number of streams; default: all of the trace, or 100"
+    ),
 ]
 SimulatedRate = Annotated[
     float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
