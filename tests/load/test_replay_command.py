@@ -46,7 +46,7 @@ class Server:
     def __init__(self) -> None:
         self.says_ids = True
         self.spoiled: set[int] = set()  # Requests, counted from the first, that get a wrong token.
-        self.seen = 0
+        self.seen = self.answered = 0
         self.answers: int | None = None  # So many; later requests wait for ever. None: all.
         self.busy = False
         self.max_model_len: int | None = None
@@ -78,6 +78,7 @@ class Server:
                 f"data: {json.dumps({'id': f'cmpl-s{number}', 'choices': [choice]})}\n\n".encode()
             )
         await response.write(b"data: [DONE]\n\n")
+        self.answered += 1
         return response
 
     async def models(self, request: web.Request) -> web.Response:
@@ -479,7 +480,7 @@ def interrupted(options: ReplayOptions, server: Server, answers: int) -> None:
     server.answers = answers
 
     def watch() -> None:
-        while server.seen <= answers:
+        while server.seen <= answers or server.answered < answers:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -24,6 +24,7 @@ from kvrs.config.file import parse_config
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
+from kvrs_engine.elastic import waiting
 from kvrs_engine.elastic.plans import Move
 from kvrs_engine.elastic.reforming import ReformingPhase
 from kvrs_engine.elastic.ways import PLANNERS, Way
@@ -126,17 +127,26 @@ def damage(group: RankGroup, move: Move) -> None:
     at.memory.memory[at.offset : at.offset + 4] = b"\xff\x00\xff\x00"
 
 
+def start_missing(group: RankGroup) -> None:
+    """Start the ranks that are missing, now."""
+    for missing in group._machine.waiting.missing.values():
+        missing.due_s = 0.0
+    group.processes.told.put(None)
+
+
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
     tiny_model: Path,
     expected: list[torch.Tensor],
     planner: Planner,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of four uneven ranks is lost, and another one during the move: their memory is used where
     it is. Then a device is lost, and a unit is damaged where a new rank copies it. The bytes read
     are those of the plans, and survivors stay the same processes.
     """
+    monkeypatch.setattr(waiting, "AGAIN_S", 3600.0)  # They come back when all is looked at.
     group = group_of(tiny_model, ElasticSettings(planner=planner), tp=4)
     first = group.pids
     try:
@@ -158,6 +168,7 @@ def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
         if reshard.on_demand is not None:
             assert logged["on_demand_peer_bytes"] == reshard.on_demand.peer_bytes
         when_moving(group, before=lambda moves: damage(group, moves[0]))
+        start_missing(group)
         while len(group.layout.ranks) < 4:
             compute(group, expected)
 
