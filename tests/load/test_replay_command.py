@@ -66,7 +66,9 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for position in range(body["max_tokens"]):
-            token = (len(prompt) + position) % 97 + (number in self.spoiled and position == 1)
+            token = (len(prompt) + position) % 97
+            if number in self.spoiled and position == 0:
+                token += 100  # That of no other place, whichever request has come at this number.
             last = position + 1 == body["max_tokens"]
             choice: dict[str, Any] = {
                 "text": f"{token} ",
