@@ -108,10 +108,17 @@ def test_a_nursery_that_hangs_is_made_again(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is ended: its late answer would be taken for that to the next request."""
-    monkeypatch.setattr(nurseries, "_FORK_S", 5.0)
+    limit_s, begin = nurseries._FORK_S, Nursery._begin
+
+    def begin_patiently(again: Nursery) -> socket.socket:
+        monkeypatch.setattr(nurseries, "_FORK_S", limit_s)
+        return begin(again)
+
     first, line = adopted(nursery)
     stopped = _nursery_beside(first)
     os.kill(stopped, signal.SIGSTOP)
+    monkeypatch.setattr(nurseries, "_FORK_S", 0.2)
+    monkeypatch.setattr(Nursery, "_begin", begin_patiently)
 
     second, other = adopted(nursery)
 
