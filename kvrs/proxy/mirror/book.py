@@ -41,6 +41,7 @@ from kvrs.proxy.mirror.roles import (
 
 # Time after its last message for which an unfinished stream's record is not evicted.
 _EVICT_AFTER_S = 5.0
+_EVICTED_SHARE = 64  # One of so many finished records is evicted at once.
 # Time after its last message after which the events of a record are packed, as long as the stream
 # does not run here.
 _PACK_AFTER_S = 5.0
@@ -260,16 +261,21 @@ class RecordBook:
         more_records, more_bytes = (0, 0) if new is None else (1, new.size_bytes)
         while not self._has_room(more_records, more_bytes):
             evicted = self._oldest_finished() or self._oldest_interrupted(tenant, now_s)
-            if evicted is None:
+            if not evicted:
                 return False
-            self._drop(evicted.key)
+            for each in evicted:
+                self._drop(each.key)
         return True
 
-    def _oldest_finished(self) -> Record | None:
-        finished = (each for each in self.records.values() if each.is_kept and each.state.complete)
-        return min(finished, key=_touched_s, default=None)
+    def _oldest_finished(self) -> list[Record]:
+        """Return the oldest of the finished records, several of many: to find them takes a look at
+        all records.
+        """
+        finished = [each for each in self.records.values() if each.is_kept and each.state.complete]
+        finished.sort(key=_touched_s)
+        return finished[: len(finished) // _EVICTED_SHARE + 1]
 
-    def _oldest_interrupted(self, tenant: str, now_s: float) -> Record | None:
+    def _oldest_interrupted(self, tenant: str, now_s: float) -> list[Record]:
         interrupted = (
             each
             for each in self.records.values()
@@ -278,7 +284,8 @@ class RecordBook:
             and not each.state.complete
             and each.touched_s + _EVICT_AFTER_S <= now_s
         )
-        return min(interrupted, key=_touched_s, default=None)
+        oldest = min(interrupted, key=_touched_s, default=None)
+        return [] if oldest is None else [oldest]
 
     def _put(self, record: Record) -> None:
         self.records[record.key] = record

@@ -250,6 +250,20 @@ def test_a_book_is_bounded_and_keeps_streams_that_run_here() -> None:
     assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
 
 
+def test_of_many_finished_records_several_make_room() -> None:
+    """To find the oldest ones takes a look at all of them, which new streams seldom wait for."""
+    book, dropped = RecordBook(max_records=640), []
+    for n in range(700):
+        before, new = len(book.records), record(f"k{n}")
+        assert book.own(new, float(n))
+        dropped.append(before + 1 - len(book.records))
+        new.state = StreamState(complete=True)
+        book.end(new, float(n))
+
+    assert sum(count > 0 for count in dropped) == 6
+    assert [*book.records] == [f"k{n}" for n in range(sum(dropped), 700)]
+
+
 def test_a_client_gets_what_it_lacks_and_nothing_twice() -> None:
     """From any position at which an event ends; a position within an event needs a cut."""
     seqs = [0, 1, 2, 5, 6]
