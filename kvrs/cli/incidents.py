@@ -33,8 +33,8 @@ def incidents(entries: Iterable[LogEntry]) -> list[Incident]:
 def show_incidents(
     path: Path, instance: str | None = None, since: str | None = None, *, as_json: bool = False
 ) -> bool:
-    """Print the incidents of an event log, or those of an instance or since a time, and whether the
-    policy decides the same again, given all events.
+    """Print the incidents and placements of an event log, or those of an instance or since a time,
+    and whether the policy decides the same again, given all events.
 
     Returns:
         False if a decision differs.
@@ -69,7 +69,9 @@ def show_incidents(
         "began_utc": _utc(Moment(0.0, entries[0].wall_s)) if entries else None,
         "same": None if again is None else again.difference is None,
     }
-    others = placements(entries) | {"difference": _difference(again, as_json=as_json)}
+    others = placements(entries, instance, from_utc) | {
+        "difference": _difference(again, as_json=as_json)
+    }
     facts["began_cached"] = others.pop("began_cached")
     if as_json:
         found = {"incidents": [_plain(incident) for incident in happened]}

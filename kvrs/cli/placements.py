@@ -3,15 +3,20 @@ event log.
 """
 
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from kvrs.core.event_log import LogEntry
 from kvrs.core.model import actions as act
+from kvrs.core.model.incident import Moment
 
 
-def placements(entries: Iterable[LogEntry]) -> dict[str, Any]:
+def placements(
+    entries: Iterable[LogEntry], instance: str | None = None, from_utc: datetime | None = None
+) -> dict[str, Any]:
     """Return the number of prompts that began at an instance with a cached part of them, and those
-    that were placed there although another instance had a shorter queue.
+    that were placed there although another instance had a shorter queue; of the latter only those
+    with `instance` as one of the two, and those from `from_utc` on.
     """
     starts = [
         (entry, each, each.plan.prefill or each.plan.decode)
@@ -34,5 +39,12 @@ def placements(entries: Iterable[LogEntry]) -> dict[str, Any]:
             if chosen in each.cached
             for other, tokens in each.cached.items()
             if other != chosen
+            and instance in (None, chosen, other)
+            and (from_utc is None or _is_since(from_utc, entry))
         ],
     }
+
+
+def _is_since(from_utc: datetime, entry: LogEntry) -> bool:
+    at = Moment(entry.now_s, entry.wall_s).utc
+    return at is not None and at >= from_utc

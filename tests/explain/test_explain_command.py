@@ -379,6 +379,44 @@ def test_prompts_placed_by_prefix_are_listed(
     ]
 
 
+@pytest.mark.parametrize(
+    ("instance", "since", "streams"),
+    [
+        (None, None, [A, "B"]),
+        ("d0", None, []),
+        ("p0", None, [A]),
+        ("p1", None, [A, "B"]),
+        ("p2", None, ["B"]),
+        (None, "2026-11-21 05:07", ["B"]),
+        ("p0", "2026-11-21 05:07", []),
+    ],
+)
+def test_placements_are_those_of_the_instance_and_since_the_time(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    instance: str | None,
+    since: str | None,
+    streams: list[str],
+) -> None:
+    """Either column may name the instance; the facts of the whole log stay."""
+    p0, p1, p2 = map(InstanceId, ("p0", "p1", "p2"))
+    plan = act.Plan(InstanceId("d0"), p1)
+    lines = incident()[:1]
+    for at_s, stream, other in ((0.25, A, p0), (100.25, StreamId("B"), p2)):
+        start = act.Start(stream, 1, plan, {other: 0, p1: 900})
+        arrived = ev.StreamArrived(stream, 1000)
+        lines.append(event_line(at_s, arrived, [start], wall_s=1_795_237_595.0 + at_s))
+    for name in ("d0", "p0", "p1", "p2"):
+        lost = ev.InstanceLost(InstanceId(name), 1, "killed", {})
+        lines.append(event_line(101.0, lost, [], wall_s=1_795_237_696.0))
+
+    show_incidents(written(tmp_path / "events.jsonl", lines), instance, since, as_json=True)
+
+    shown = json.loads(capsys.readouterr().out)
+    assert [each["stream"] for each in shown["placed_by_prefix"]] == streams
+    assert shown["began_cached"] == 2
+
+
 def test_a_log_says_whose_prefill_times_were_guessed(tmp_path: Path) -> None:
     """Predictions of such a log rest on the size of the model; those of others on measurements."""
     guess = guessed_table(None)
