@@ -138,8 +138,9 @@ class Admin:
         return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
 
     def routes(self) -> Routes:
-        authenticate = require_token(self._tokens, "the admin token", (HEALTHZ, UI))
+        authenticate = require_token(self._tokens, "the admin token", (HEALTHZ, "/", UI))
         routes = Routes(*([authenticate] if self._tokens else []))
+        routes.add("GET", "/", self._go_to_ui)
         routes.add("GET", UI, self._ui)
         routes.add("GET", "/kvrs/v1/state", self._state)
         routes.add("GET", "/kvrs/v1/overview", self._overview)
@@ -174,6 +175,9 @@ class Admin:
             self._described(describe_open), policy, self._driver.incidents, self._history
         )
         return answer(view | {"now_s": time.time(), "began_s": self._began_s})
+
+    async def _go_to_ui(self, _: Request) -> Response:
+        return Response(307, b"", {"Location": UI})
 
     async def _ui(self, _: Request) -> Response:
         """Return the page that shows the overview every second."""

@@ -207,21 +207,23 @@ def test_a_sample_has_what_happened_since_the_one_before() -> None:
 async def test_the_page_needs_no_token_and_holds_no_data(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
-    """It loads nothing from elsewhere; what it shows needs the token."""
+    """`/` leads to it. It loads nothing from elsewhere; what it shows needs the token."""
     token = tmp_path / "token"
     token.write_text("only for the tests: a token\n")
     token.chmod(0o600)
     system = await build(pairs=1, wait=False, security={"admin_token_file": str(token)})
     url = f"http://127.0.0.1:{system.proxy.admin_port}"
 
-    async with system.http.get(f"{url}/ui") as answer:
+    async with system.http.get(f"{url}/") as answer:
         page, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+        led = [(each.status, each.headers["Location"]) for each in answer.history]
     async with system.http.get(f"{url}/kvrs/v1/overview") as answer:
         refused = answer.status
     headers = {"Authorization": "Bearer only for the tests: a token"}
     async with system.http.get(f"{url}/kvrs/v1/overview", headers=headers) as answer:
         view = await answer.json()
 
+    assert led == [(307, "/ui")]
     assert refused == 401
     assert len(page.encode()) < MAX_PAGE_BYTES
     assert not re.search(r"https?://|@import|\bsrc=|<link", page)
