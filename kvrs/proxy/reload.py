@@ -105,7 +105,9 @@ class Reloads:
         self._file_config = files[0]
         if (origin := self._origin) is None:
             return result
-        if origin.note is not None:
+        if origin.path is None:
+            log.warning("no file to reload", extra={"note": origin.note})
+        elif origin.note is not None:
             log.warning("reloaded a copy", extra={"file": origin.path, "note": origin.note})
         file = None if origin.path is None else str(origin.path)
         return msgspec.structs.replace(result, file=file, note=origin.note)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvrs.config import origin
+from kvrs.config.command_line import CommandLine
 from kvrs.config.file import Config, config_digest, load_config, parse_config
 from kvrs.core.event_log import LogEntry, read, rerun
 from kvrs.core.model import events as ev
@@ -119,6 +120,26 @@ def test_the_row_of_a_proxy_names_its_launcher() -> None:
     files = [origin.ConfigFile(None, lambda: config, given) for given in (launch, None)]
 
     assert [Reloads(config, file).describe()["launcher_pid"] for file in files] == [7, None]
+
+
+async def test_a_reload_without_a_file_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """A file is named only where a copy of it was read."""
+    line = CommandLine([], ["http://127.0.0.1:8200"])
+    launch = origin.UpCommand(7, None, "digest")
+
+    await Reloads(Config(), origin.ConfigFile(None, Config, command_line=line)).reload()
+    await Reloads(Config(), origin.ConfigFile(Path("copy.yaml"), Config, launch)).reload()
+
+    logged = [vars(each) for each in caplog.records if each.levelname == "WARNING"]
+    assert [(each["msg"], each.get("file")) for each in logged] == [
+        ("no file to reload", None),
+        ("reloaded a copy", Path("copy.yaml")),
+    ]
+    assert [each["note"].partition(" without")[0] for each in logged] == [
+        "this proxy was started",
+        "this proxy was started by kvrs lab up",
+    ]
+    assert "file" not in logged[0]
 
 
 async def test_a_bad_file_changes_nothing_and_every_fault_is_named(
