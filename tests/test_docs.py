@@ -88,6 +88,7 @@ def test_the_readme_stops_waiting_for_a_cluster_that_did_not_start(tmp_path: Pat
     (block,) = [block for block in readme_blocks() if "kvrs lab up" in block]
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    (tmp_path / "out").mkdir()  # `make demo` has made it.
     kvrs = tmp_path / "kvrs"
     kvrs.write_text('#!/bin/sh\n[ "$2" != up ] || { echo "port: in use"; exit 2; }\necho "$@"\n')
     kvrs.chmod(0o755)
