@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvrs.core.books.incidents import Incidents
+from kvrs.core.model import actions as act
 from kvrs.core.model.incident import Fate, HitStream, Incident, RecordedDecision, sentence
 from kvrs.protocol.instance import MEMORY
 from kvrs.proxy.api.history import History
@@ -132,11 +133,17 @@ def _victim(victim: HitStream) -> dict[str, Any]:
     }
 
 
+def _failure(decision: RecordedDecision) -> str:
+    """Return why the stream was given up or decided again; empty: neither."""
+    given_up = isinstance(decision.action, act.GiveUp)
+    return decision.cause if given_up else decision.retried_for
+
+
 def _attempt(decision: RecordedDecision, victim: HitStream) -> dict[str, Any]:
     return {
         "way": decision.way,
         "cause": decision.cause,
-        "failed": decision.retried_for,
+        "failed": _failure(decision),
         "outcome": decision.outcome(victim),
         "predicted_s": getattr(decision.action, "predicted_s", None),
         "real_s": getattr(decision.settled, "real_s", None),

@@ -147,6 +147,23 @@ def test_the_overview_tells_an_instance_without_some_ranks_and_one_that_drains()
     assert {row["facts"]["ranks"] for row in view["instances"]} == {"1 of 2"}
 
 
+def test_the_overview_has_the_cause_for_which_a_stream_was_given_up() -> None:
+    """Also of a stream that was decided again before."""
+    book, stream, d0 = Incidents(100), StreamId("A"), InstanceId("d0")
+    recovered = act.Recovered(stream, 2, Option.MIGRATE, 0.1, ESTIMATES, "killed", d0)
+    for at_s, event, actions in (
+        (1.0, ev.InstanceLost(d0, 1, "killed", {stream: 3}), [recovered]),
+        (2.0, ev.SlotDenied(stream, 2, InstanceId("d1"), 0.1), []),
+        (31.0, ev.TimerFired(), [act.GiveUp(stream, act.Reason.NO_INSTANCE, "none came up", 1.0)]),
+    ):
+        book.note(at_s, at_s, event, actions)
+
+    ((row,),) = (each["streams"] for each in seen(a_state(), book)["incidents"])
+
+    shown = [(each["outcome"], each["failed"]) for each in row["attempts"]]
+    assert shown == [("tried again", "no slot at d1"), ("lost", "none came up")]
+
+
 def test_the_overview_is_bounded() -> None:
     """Whatever the number of streams and incidents, and for 15 minutes; the newest first, with the
     decisions of their streams.
@@ -328,6 +345,27 @@ async def test_an_event_with_many_streams_leaves_the_nodes_in_sight(
         )
 
     assert height <= 500
+
+
+@pytest.mark.network
+@pytest.mark.process
+@needs_browser
+async def test_the_row_of_a_lost_stream_ends_with_the_cause(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """An attempt that another followed has it where one points at it."""
+    system = await build(pairs=1)
+    attempt = {"way": "w", "cause": "c", "outcome": "tried again", "failed": "full", "options": []}
+    last = attempt | {"outcome": "lost", "failed": "none came up"}
+    lost = {"stream": "s", "fate": "lost", "pause_s": None, "attempts": [attempt, last]}
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/ui"
+    async with browsing(url, tmp_path) as page:
+        await page.until("document.getElementById('status')?.textContent === 'live'")
+        ends = await page.evaluate(
+            f"row({json.dumps(lost)}).map(each => each.lastChild.textContent)"
+        )
+
+    assert ends == ["tried again", "lost: none came up"]
 
 
 @pytest.mark.network
