@@ -29,6 +29,8 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="not installed: chrom
 # What the page shows: the class of each part's health by its name, and rows of recoveries.
 HEALTH = """Object.fromEntries([...document.querySelectorAll(".part > span:first-child")].map(
     each => [each.firstChild.data.trim(), each.lastChild.className]))"""
+LABELS = """[...document.querySelectorAll(".grid > .card > .dim:first-child")].map(
+    each => each.textContent)"""
 EVENTS = """[...document.querySelectorAll(".event .text")].map(each => each.textContent)"""
 LOOKS = """performance.getEntriesByType("resource").filter(
     each => each.name.endsWith("/kvrs/v1/overview")).length"""
@@ -374,13 +376,16 @@ async def test_the_row_of_a_lost_stream_ends_with_the_cause(
 async def test_the_page_fits_a_phone_both_schemes_and_a_screen_reader(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
-    """Nothing is cut off at 400 pixels; colours follow the user's; parts and tables have names."""
+    """Nothing is cut off at 400 pixels; colours follow the user's; parts and tables have names, and
+    no two figures have the same one.
+    """
     system = await build(pairs=2)
     url = f"http://127.0.0.1:{system.proxy.admin_port}/ui"
     async with browsing(url, tmp_path) as page:
         await page.size(400, 800)
         await page.until("document.getElementById('status')?.textContent === 'live'")
         width = await page.evaluate("document.documentElement.scrollWidth")
+        labels = await page.evaluate(LABELS)
         colours = []
         for scheme in ("light", "dark"):
             await page.scheme(scheme)
@@ -393,6 +398,8 @@ async def test_the_page_fits_a_phone_both_schemes_and_a_screen_reader(
             name = node.get("name", {}).get("value", "")
             spoken.setdefault(node["role"]["value"], []).append(name)
     assert width <= 400
+    assert len(labels) == len({*labels}) >= 10
+    assert all(each.endswith(", in steps of 5 s") for each in labels[-5:])
     assert colours[0] != colours[1]
     assert spoken["region"] == ["Streams", "Last 15 minutes", "Events", "Nodes"]
     assert len(spoken["table"]) == 1
