@@ -54,7 +54,8 @@ def doctor(
     if config is None and (line := _command_line(answer)) is not None:
         settings = line.read(os.environ)
     first = list(exactness_findings(answer))
-    machine = list(machine_findings(settings, os.environ, answer))
+    is_default = config is None and answer.state is None
+    machine = list(machine_findings(settings, os.environ, answer, is_default=is_default))
     cluster = list(cluster_findings(settings, answer))
     if answer.state is not None:
         cluster += model_findings(settings, answer.state)
@@ -70,7 +71,7 @@ def doctor(
                 console.print(title, style="bold")
             for each in found:
                 console.print(_line(each))
-        console.print(_verdict(everything))
+        console.print(_verdict(everything, is_checked=answer.state is not None))
     raise typer.Exit(FAILED if has_failed(everything) else 0)
 
 
@@ -94,10 +95,14 @@ def _line(finding: Finding) -> Text:
     return line
 
 
-def _verdict(findings: Iterable[Finding]) -> str:
+def _verdict(findings: Iterable[Finding], *, is_checked: bool) -> str:
+    """Return the last line. `is_checked`: a proxy answered, so that the cluster was checked."""
     levels = [each.level for each in findings]
     failures, warnings = levels.count(Level.FAILURE), levels.count(Level.WARNING)
-    return (
+    counts = (
         f"{len(levels)} checks: {failures} failure{'' if failures == 1 else 's'}, "
         f"{warnings} warning{'' if warnings == 1 else 's'}"
     )
+    if is_checked:
+        return counts
+    return f"{counts}; the cluster was not checked: --admin-url URL of a running proxy checks it"

@@ -16,7 +16,7 @@ from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.common import faults_in
 from kvrs.cli.feasibility import faults_of, private_files, remarks_on, tls_sections
 from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
-from kvrs.config.exposure import needs_secret
+from kvrs.config.exposure import has_peers_or_agents, needs_secret
 from kvrs.config.file import ENV_NAME, Config
 from kvrs.config.tls import TlsSettings
 from kvrs.process.memory import free_bytes
@@ -26,12 +26,15 @@ EXPIRES_SOON_S = 14 * 86400.0
 
 
 def machine_findings(
-    config: Config, environ: Mapping[str, str], answer: ProxyAnswer
+    config: Config, environ: Mapping[str, str], answer: ProxyAnswer, *, is_default: bool = False
 ) -> Iterator[Finding]:
+    """Check this machine. `is_default`: no file and no proxy gives the configuration, so that its
+    engine is not known.
+    """
     yield good("Python", f"{platform.python_version()}, kvrs {kvrs.__version__}")
     yield _descriptors(config)
     yield from _memory(config, answer)
-    yield from _configuration(config, environ)
+    yield from _configuration(config, environ, is_default=is_default)
 
 
 def _can_bind(host: str, port: int = 0) -> bool:
@@ -108,7 +111,9 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
 # Checks of the configuration and of the files that it names.
 
 
-def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _configuration(
+    config: Config, environ: Mapping[str, str], *, is_default: bool
+) -> Iterator[Finding]:
     """Yield all that `kvrs config check` finds, and a line for each private file."""
     of_files: set[str] = set()
     for check, path, read in private_files(config, environ):
@@ -119,7 +124,7 @@ def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
         yield from (of_fault(each, _remedy_of_file(each, path), check) for each in faults)
         if not faults:
             yield good(check, f"{path}, mode {Path(path).stat().st_mode & 0o777:04o}")
-    yield from _secret(config, environ)
+    yield from _secret(config, environ, is_default=is_default)
     for section, tls, load in tls_sections(config):
         faults = faults_in(load)
         of_files.update(faults)
@@ -137,10 +142,12 @@ def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
         yield good("configuration", "valid")
 
 
-def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _secret(config: Config, environ: Mapping[str, str], *, is_default: bool) -> Iterator[Finding]:
     if config.security.secret_file is not None or ENV_NAME in environ:
         return
-    if not needs_secret(config):
+    if is_default and not has_peers_or_agents(config):
+        yield good("secret", "none; only peers, agents and kvrs engines need one")
+    elif not needs_secret(config):
         yield good("secret", "none is needed: no peer or agent shares it")
     else:
         allowed = f"security.secret_file, or {ENV_NAME}, of {MIN_SECRET_BYTES} bytes or more"

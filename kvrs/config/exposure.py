@@ -39,10 +39,11 @@ def needs_secret(config: Config) -> bool:
     """Return whether another process must know the proxy's secret: an agent, another proxy or a
     kvrs engine. Otherwise the proxy can make one itself.
     """
-    proxy, cluster = config.proxy, config.cluster
-    has_peers = bool(proxy.peers or proxy.peer_port)
-    is_ours = not cluster.backend.is_stock
-    return is_ours or has_peers or config.agents_run
+    return not config.cluster.backend.is_stock or has_peers_or_agents(config)
+
+
+def has_peers_or_agents(config: Config) -> bool:
+    return bool(config.proxy.peers or config.proxy.peer_port or config.agents_run)
 
 
 def notes(config: Config) -> Iterator[str]:

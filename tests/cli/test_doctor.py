@@ -212,6 +212,34 @@ async def when_tested(system: ProxyCluster) -> Any:
 
 @pytest.mark.process
 @pytest.mark.network
+@pytest.mark.parametrize(
+    ("variables", "level"),
+    [
+        ({}, "ok"),
+        ({"KVRS_BACKUP__MODE": "local"}, "warning"),
+        ({"KVRS_PROXY__PEER_PORT": "4"}, "warning"),
+    ],
+)
+async def test_doctor_before_a_proxy_runs_asks_for_a_secret_only_where_one_is_shared(
+    variables: dict[str, str], level: str
+) -> None:
+    """The last line says that the cluster was not checked, and what checks it."""
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("KVRS_")}
+    running = await forked(
+        *("kvrs", "doctor", "--admin-url", NOT_ASKED.url),
+        environment=bare | variables,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await running.communicate()
+
+    lines = output.decode().splitlines()
+    (secret,) = (line for line in lines if line.partition(":")[0].endswith(" secret"))
+    assert secret.split()[0] == level
+    assert "the cluster was not checked: --admin-url URL" in lines[-1]
+
+
+@pytest.mark.process
+@pytest.mark.network
 async def test_a_death_is_a_failure_of_a_cluster_that_was_well(tmp_path: Path) -> None:
     """Status 0, and 1 after it."""
     async with open_proxy_cluster(proxy={"self_test": True}) as system:
@@ -233,6 +261,7 @@ async def test_a_death_is_a_failure_of_a_cluster_that_was_well(tmp_path: Path) -
         assert b"ok      instances: 4 of 4 well" in well
         assert b"ok      self-tests: 4 of 4 well" in well
         assert b"0 failures" in well
+        assert b"not checked" not in well
 
         await system.instances["d1"].kill()
         await system.until_health(d1="down")
