@@ -15,6 +15,7 @@ from kvrs.protocol.openai.translated import (
     CALL,
     Fields,
     ReceivedCall,
+    list_of,
     not_supported,
     read_fields,
     string_of,
@@ -97,21 +98,22 @@ def _read(body: bytes, max_elements: int) -> tuple[Fields, Fields]:
 def _messages(fields: Fields) -> list[Fields]:
     system = _texts(fields.get("system", []), "system")
     system = [text for text in system if not text.startswith(_BILLING)]
-    given, messages = fields.get("messages"), list[Fields]()
-    if not isinstance(given, list) or not given:
-        raise RequestError("messages must be a list of messages", param="messages")
-    for place, message in enumerate(given):
+    messages = list[Fields]()
+    for place, message in enumerate(list_of(fields, "messages", "a list of messages")):
         param = f"messages[{place}]"
-        match message:
-            case {"role": "system", "content": content}:
+        if not isinstance(message, dict):
+            raise not_supported(param, message, "an object with role and content")
+        content, where = message.get("content"), f"{param}.content"
+        match message.get("role"):
+            case "system":
                 # Chat templates accept instructions in the first message only.
-                system += _texts(content, f"{param}.content")
-            case {"role": "user", "content": content}:
-                messages += _of_user(_blocks(content, f"{param}.content"))
-            case {"role": "assistant", "content": content}:
-                messages.append(_of_assistant(_blocks(content, f"{param}.content")))
-            case _:
-                raise not_supported(param, message, "role user, assistant or system, and content")
+                system += _texts(content, where)
+            case "user":
+                messages += _of_user(_blocks(content, where))
+            case "assistant":
+                messages.append(_of_assistant(_blocks(content, where)))
+            case role:
+                raise not_supported(f"{param}.role", role, "user, assistant, system")
     if messages and messages[-1]["role"] == "assistant":
         raise RequestError(
             "messages must not end with role assistant: a begun answer is not continued",

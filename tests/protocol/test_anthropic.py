@@ -191,7 +191,8 @@ def test_fields_become_those_of_a_chat(fields: Any, expected: Any) -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "private"}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "private"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [USER, {"role": "assistant", "content": "begun"}]}, "messages"),
         (
             {"messages": [USER, {"role": "user", "content": {"a": "private"}}]},
@@ -222,6 +223,28 @@ def test_what_would_change_the_output_is_refused_by_name(fields: Any, param: str
         translated(**fields)
 
     assert refusal.value.param == param
+    assert "private" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (
+            [USER, {"role": "bot", "content": "private"}],
+            'messages[1].role="bot" is not supported; ',
+        ),
+        ([{"content": "private"}], "messages[0].role: null is not supported; allowed: user, "),
+        (["private"], "messages[0]: a string is not supported; allowed: an object with role"),
+        (5, "messages: a number is not supported; allowed: a list of messages"),
+        ([], "messages: an empty list is not supported; allowed: a list of messages"),
+        (None, "messages is missing; allowed: a list of messages"),
+    ],
+)
+def test_an_error_names_the_role_or_the_kind_that_was_given(messages: Any, says: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        translated(messages=messages)
+
+    assert str(refusal.value).startswith(says)
     assert "private" not in str(refusal.value)
 
 

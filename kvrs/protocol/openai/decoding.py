@@ -43,6 +43,8 @@ def given_as(path: str, value: bytes | msgspec.Raw) -> str:
     text = _short(value)
     if not _is_private(path) or (path.endswith(_WORDS) and _WORD.fullmatch(text)):
         return f"{path}={text}"
+    if text == "[]":
+        return f"{path}: an empty list"
     return f"{path}: {_KINDS.get(text[:1], 'a number')}"
 
 

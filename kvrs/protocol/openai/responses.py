@@ -20,6 +20,7 @@ from kvrs.protocol.openai.translated import (
     CALL,
     Fields,
     ReceivedCall,
+    list_of,
     not_supported,
     read_fields,
     string_of,
@@ -103,17 +104,15 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Res
 
 
 def _messages(fields: Fields) -> list[Fields]:
-    given, messages = fields.get("input"), list[Fields]()
+    messages = list[Fields]()
     instructions = fields.get("instructions", "")
     if not isinstance(instructions, str):
         raise not_supported("instructions", instructions, "a string")
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    if isinstance(given, str):
+    if isinstance(given := fields.get("input"), str):
         return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise RequestError("input must be a string or a list of items", param="input")
-    for place, item in enumerate(given):
+    for place, item in enumerate(list_of(fields, "input", "a string or a list of items")):
         param = f"input[{place}]"
         if not isinstance(item, dict):
             raise not_supported(param, item, "an object")

@@ -68,6 +68,15 @@ def not_supported(name: str, value: Any, allowed: str) -> RequestError:
     return RequestError(f"{given} is not supported; allowed: {allowed}", param=name)
 
 
+def list_of(fields: Fields, name: str, allowed: str) -> list[Any]:
+    """Return a list of one item or more. Raises RequestError: it is missing, or something else."""
+    if name not in fields:
+        raise RequestError(f"{name} is missing; allowed: {allowed}", param=name)
+    if not isinstance(value := fields[name], list) or not value:
+        raise not_supported(name, value, allowed)
+    return value
+
+
 def string_of(item: Fields, name: str, param: str) -> str:
     """Return the string `name` of an object. Raises RequestError: it is missing, or no string."""
     if not isinstance(value := item.get(name), str):
