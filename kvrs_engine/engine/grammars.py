@@ -7,7 +7,7 @@ rebuild it from the history. The mask is applied last, and overrides other restr
 import json
 import threading
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.decoding import decode_as
+from kvrs.protocol.openai.translated import not_supported
 
 _PARAM = "response_format"
 _ANY_OBJECT = {"type": "object"}
@@ -34,7 +35,7 @@ class _JsonSchema(msgspec.Struct):
 
 
 class _Format(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
+    type: str
     json_schema: _JsonSchema | None = None
 
 
@@ -99,6 +100,8 @@ class Grammars:
         asked = decode_as(_FORMAT, bytes(response_format), _PARAM)
         if asked is None or asked.type == "text":
             return None
+        if asked.type not in ("json_object", "json_schema"):
+            raise not_supported(f"{_PARAM}.type", asked.type, "text, json_object, json_schema")
         if not self._eos_token_ids:
             raise RequestError("the model has no token that ends an output", param=_PARAM)
         schema: dict[str, Any] = _ANY_OBJECT

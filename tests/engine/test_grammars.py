@@ -146,6 +146,18 @@ async def test_a_history_that_is_no_such_json_is_refused(tiny_model: Path) -> No
         assert (await answer.json())["error"]["param"] == "response_format"
 
 
+def test_an_unknown_type_is_named_once_with_the_allowed_ones(tiny_model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    grammars = Grammars(tokenizer, VOCAB, frozenset({END_ID}))
+
+    with pytest.raises(RequestError) as refused:
+        grammars.grammar(msgspec.Raw(b'{"type": "xml"}'))
+
+    assert str(refused.value) == (
+        'response_format.type="xml" is not supported; allowed: text, json_object, json_schema'
+    )
+
+
 def _chain(links: int) -> dict[str, Any]:
     """A schema of which each reference leads to another one."""
     parts: dict[str, Any] = {
