@@ -161,7 +161,7 @@ def test_completions_have_limits_of_their_own(fields: dict[str, Any], param: str
     [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
-        ({"messages": [{"content": "who?"}]}, "messages[0]"),
+        ({"messages": [{"content": "who?"}]}, "messages[0].role"),
         ({"messages": [{"role": 3}]}, "messages[0].role"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
@@ -248,13 +248,15 @@ def test_a_list_of_one_prompt_is_that_prompt(prompt: str | list[int]) -> None:
         (completion(stream="x" * 99), f'Expected `bool`, got `str` "{"x" * 79} (field stream)'),
         (b'{"stream": 3, a', "Expected `bool`, got `int` (field stream)"),
         (b"[1]", "Expected `object`, got `array` (the body)"),
-        (b"{}", "Object missing required field `prompt` (field prompt)"),
+        (b"{}", "prompt is missing"),
+        (b'{"messages": [{}]}', "messages[0].role is missing"),
     ],
 )
 def test_a_value_of_another_type_is_shown_with_its_field(body: bytes, message: str) -> None:
     """Shortened, and only scalars."""
+    parse = parse_chat_request if b"messages" in body else parse_completion_request
     with pytest.raises(RequestError) as refused:
-        parse_completion_request(body)
+        parse(body)
 
     assert str(refused.value) == message
 

@@ -79,13 +79,14 @@ def _wrong(message: str, body: bytes, field: str) -> RequestError:
     of_key, steps = ("", "") if place is None else place.groups("")
     message = _PLACE.sub("", message)
     path = (field + steps).lstrip(".")
+    if (missing := _MISSING.match(message)) is not None:
+        path = f"{path}.{missing[1]}".lstrip(".")
+        return RequestError(f"{path} is missing", param=path)
     where = f"field {path}"
     if of_key:
         where = f"a key of {where}"
     elif not path:
-        missing = _MISSING.match(message)
-        path = "" if missing is None else missing[1]
-        where = f"field {path}" if path else "the body"
+        where = "the body"
     elif not _is_private(path):
         message += _scalar_at(steps, body)
     return RequestError(f"{message} ({where})", param=path or None)
