@@ -132,9 +132,11 @@ class RequestError(KvrsError):
 class UnknownFieldError(RequestError):
     """A request's body has a field that its endpoint does not know; the message names the field."""
 
-    def __init__(self, name: str, allowed: Iterable[str]) -> None:
+    def __init__(self, name: str, allowed: Sequence[str]) -> None:
+        name = name[:80]
         super().__init__(
-            f"{name[:80]!r} is not known; allowed: {', '.join(allowed)}", param=name[:80]
+            f"{name!r} is not known; allowed: {', '.join(allowed)}{nearest(name, allowed)}",
+            param=name,
         )
 
 

@@ -143,7 +143,9 @@ def test_what_is_not_known_is_refused_with_what_is_allowed(api: ApiKind, backend
     with pytest.raises(RequestError) as refusal:
         check_fields({"temprature": raw(0)}, api, backend)
 
-    allowed = str(refusal.value).partition("allowed: ")[2].split(", ")
+    listed, _, near = str(refusal.value).partition("allowed: ")[2].partition("; ")
+    allowed = listed.split(", ")
+    assert near == "the nearest one is temperature"
     assert refusal.value.param == "temprature"
     assert tuple(allowed) == takes(api, backend)
     assert {"temperature", "model", "seed"} <= set(allowed)
