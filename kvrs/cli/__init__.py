@@ -41,9 +41,9 @@ for command in (
     profiling.profile,
     top,
     doctor,
-    docs,
 ):
     app.command(epilog=examples(command.__name__))(command)
+app.command(epilog=examples("docs"), context_settings={"allow_extra_args": True})(docs)
 for of_files in (
     configuring.check,
     configuring.show,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import kvrs
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, nearest
 
 # Folder of the documentation's pages: in a checkout, and below the prefix of a Python environment.
 _CHECKOUT, _INSTALLED = "docs", "share/doc/kvrs"
@@ -22,17 +22,20 @@ Page = Annotated[
 ]
 
 
-def docs(page: Page = None) -> None:
+def docs(ctx: typer.Context, page: Page = None) -> None:
     """Print a page of the documentation, one of its sections, or a list of the pages."""
     known = pages()
     if page is None:
         for name, file in sorted(known.items()):
             print(f"{name:<16}{title(file)}")
         return
+    if ctx.args:  # Further words are accepted only for this error.
+        raise ConfigError(f"got {page!r} and {ctx.args[0]!r}; a section is {page}#{ctx.args[0]}")
     path, _, anchor = page.partition("#")
     name = path.rpartition("/")[2].removesuffix(_SUFFIX)
     if name not in known:
-        raise ConfigError(f"got {page!r}; allowed: {', '.join(sorted(known))}")
+        near = nearest(name, [*known])
+        raise ConfigError(f"got {page!r}; allowed: {', '.join(sorted(known))}{near}")
     text = _COMMENT.sub("", known[name].read_text(encoding="utf-8"))
     print(section(text, anchor) if anchor else text, end="")
 

@@ -56,6 +56,13 @@ def test_an_unknown_page_names_those_that_there_are() -> None:
     error = CliRunner().invoke(app, ["docs", "vlm"]).exception
 
     assert str(error).startswith("got 'vlm'; allowed: backends, ")
+    assert str(error).endswith("; the nearest one is vllm")
+
+
+def test_a_section_as_a_second_word_is_refused_with_the_form_that_it_has() -> None:
+    error = CliRunner().invoke(app, ["docs", "vllm", "start"]).exception
+
+    assert str(error) == "got 'vllm' and 'start'; a section is vllm#start"
 
 
 def test_pages_of_an_installation_are_found_by_its_record(
