@@ -232,13 +232,19 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
         return f"{path}: unknown key; allowed: {', '.join(allowed)}{near}"
     if fault["type"] == "missing":
         return f"{path}: missing"
-    message = fault["msg"]
+    message = reason_of(fault)
     if fault["type"] in ("model_type", "model_attributes_type"):
         message = "allowed: a section"
     elif fault["type"] == "string_pattern_mismatch":
         message = pattern_in_words(fault["ctx"]["pattern"]) or message
     says = f"{message[0].lower()}{message[1:]}{_range(fault, model)}{_hint(fault)}"
     return f"{path}: got {echoed(fault['input'])}; {says}"
+
+
+def reason_of(fault: Any) -> str:
+    """Return a mistake's reason as its check gave it, without pydantic's name for its kind."""
+    reason: str = fault["msg"]
+    return reason.removeprefix("Value error, ")
 
 
 def echoed(value: Any) -> str:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.config.settings import Settings
+from kvrs.config.settings import Settings, reason_of
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -315,7 +315,7 @@ def _as_settings(kind: type, found: Any) -> Any:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         path = ".".join(map(str, fault["loc"]))
-        raise ValueError(f"{path}: got {fault['input']!r}; {fault['msg']}") from None
+        raise ValueError(f"{path}: got {fault['input']!r}; {reason_of(fault)}") from None
 
 
 def _table(found: _Table) -> PrefillTable:

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from kvrs.config.settings import Settings, echoed, parse_yaml, yaml_fault
+from kvrs.config.settings import Settings, echoed, parse_yaml, reason_of, yaml_fault
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
@@ -305,7 +305,7 @@ def _line(mistake: Any) -> str:
         return f"{path}: unknown key; allowed: {', '.join(sorted(allowed))}"
     if mistake["type"] == "missing":
         return f"{path}: missing"
-    message = mistake["msg"].removeprefix("Value error, ")
+    message = reason_of(mistake)
     if mistake["type"] == "value_error":
         return f"{path}: {message}"
     value = mistake["input"]

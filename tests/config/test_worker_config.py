@@ -69,7 +69,7 @@ def test_a_number_of_workers_is_a_small_integer(workers: Any, fault: str) -> Non
         ),
         (
             {"proxy": {"peers": [{"id": "a", "peer_port": 65535, "workers": 2}]}},
-            "proxy.peers.0: got a section; value error, workers: 2 need ids of at most 64",
+            "proxy.peers.0: got a section; workers: 2 need ids of at most 64",
         ),
     ],
 )
