@@ -67,9 +67,12 @@ def parse_resume_headers(
     if LAST_EVENT not in headers:
         return ResumeRequest(keys, digest, tenant=secret.mark)
     value = headers[LAST_EVENT]
-    if (found := _EVENT.fullmatch(value)) is None or not parsed.request.stream:
+    if not parsed.request.stream:
+        raise RequestError(f"{LAST_EVENT} needs stream=true", param=LAST_EVENT)
+    if (found := _EVENT.fullmatch(value)) is None:
         raise RequestError(
-            f"{LAST_EVENT} is not a position in a stream; allowed: the id of a streamed event",
+            f"{LAST_EVENT} has {len(value)} characters that are no position in a stream; allowed: "
+            "the id of a streamed event, STREAM:NUMBER",
             param=LAST_EVENT,
         )
     return ResumeRequest(keys, digest, StreamId(found[1]), int(found[2]), secret.mark)

@@ -478,19 +478,29 @@ async def test_a_draining_proxy_hands_its_streams_over(group: GroupBuilder) -> N
 
 
 @pytest.mark.parametrize(
-    ("headers", "fields", "param"),
+    ("headers", "fields", "param", "says"),
     [
-        ({"Idempotency-Key": ""}, {}, "Idempotency-Key"),
-        ({"Idempotency-Key": "x" * 256}, {}, "Idempotency-Key"),
-        ({"Last-Event-ID": "ab:1"}, {}, "Last-Event-ID"),
-        ({"Idempotency-Key": "k", "Last-Event-ID": "ab"}, {"stream": True}, "Last-Event-ID"),
-        ({"Idempotency-Key": "k", "Last-Event-ID": "ab:1"}, {}, "Last-Event-ID"),
-        ({"Idempotency-Key": "k"}, {"n": 2}, "n"),
-        ({"Idempotency-Key": "k"}, {"prompt": ["a", "b"]}, "prompt"),
+        ({"Idempotency-Key": ""}, {}, "Idempotency-Key", "got 0 characters"),
+        ({"Idempotency-Key": "x" * 256}, {}, "Idempotency-Key", "got 256 characters"),
+        ({"Last-Event-ID": "ab:1"}, {}, "Last-Event-ID", "needs the Idempotency-Key"),
+        (
+            {"Idempotency-Key": "k", "Last-Event-ID": "ab"},
+            {"stream": True},
+            "Last-Event-ID",
+            "allowed: the id of a streamed event, STREAM:NUMBER",
+        ),
+        (
+            {"Idempotency-Key": "k", "Last-Event-ID": "ab:1"},
+            {},
+            "Last-Event-ID",
+            "needs stream=true",
+        ),
+        ({"Idempotency-Key": "k"}, {"n": 2}, "n", "got 2"),
+        ({"Idempotency-Key": "k"}, {"prompt": ["a", "b"]}, "prompt", "allows one prompt"),
     ],
 )
 async def test_a_key_that_cannot_be_honoured_is_rejected(
-    group: GroupBuilder, headers: dict[str, str], fields: dict[str, Any], param: str
+    group: GroupBuilder, headers: dict[str, str], fields: dict[str, Any], param: str, says: str
 ) -> None:
     """No header is ignored silently."""
     here = await group(count=1)
@@ -502,6 +512,7 @@ async def test_a_key_that_cannot_be_honoured_is_rejected(
         error = msgspec.json.decode(await response.read())["error"]
 
     assert (response.status, error["param"]) == (400, param)
+    assert says in error["message"]
 
 
 @pytest.mark.parametrize(
