@@ -1,16 +1,18 @@
 """The console that commands print to, options objects made from command parameters, and errors of
-options that are numbers.
+options that are numbers or choices.
 """
 
 from collections.abc import Callable
 from dataclasses import fields
+from enum import EnumType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from kvrs.errors import ConfigError
+from kvrs.cli.options import StockEngine
+from kvrs.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,20 +47,30 @@ def say(line: str) -> None:
     console.print(line, markup=False, soft_wrap=True)
 
 
-def number_fault(error: typer.BadParameter) -> ConfigError | None:
-    """Return the error of an option that is not a number or is out of its range, with the value and
-    the range; None: the error has another cause.
+def _choice_fault(option: str, given: str, choices: list[str]) -> ConfigError:
+    is_stock = given in list(StockEngine)
+    hint = f"; for {given}: kvrs proxy" if is_stock else nearest(given, choices)
+    return ConfigError(f"{option}: got {given!r:.80}; allowed: {', '.join(choices)}{hint}")
+
+
+def option_fault(error: typer.BadParameter) -> ConfigError | None:
+    """Return the error of an option that is none of its choices, not a number or out of its range,
+    with the value and what is allowed; None: the error has another cause.
     """
     option, cause = cast(Any, error.param), error.__cause__
     if not isinstance(cause, ValidationError):
         return None
-    allowed = _NUMBERS.get(option.type_descriptor.annotation)
+    fault, kind = cause.errors()[0], option.type_descriptor.annotation
+    if isinstance(kind, EnumType):
+        return _choice_fault(
+            option.opts[0], fault["input"], [str(each) for each in cast(Any, kind)]
+        )
+    allowed = _NUMBERS.get(kind)
     if allowed is None:
         return None
     if option.min is not None and option.max is not None:
         allowed += f" from {option.min} to {option.max}"
     elif option.min is not None:
         allowed += f", {option.min} or more"
-    (fault,) = cause.errors()
     got = repr(fault["input"]) if fault["type"].endswith(("parsing", "size")) else fault["input"]
     return ConfigError(f"{option.opts[0]}: got {got:.80}; allowed: {allowed}")

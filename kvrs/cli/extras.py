@@ -16,7 +16,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from kvrs.cli.common import number_fault
+from kvrs.cli.common import option_fault
 from kvrs.cli.removed import check_options
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
@@ -69,7 +69,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            if (fault := number_fault(error)) is None:
+            if (fault := option_fault(error)) is None:
                 raise
             raise fault from None
 
