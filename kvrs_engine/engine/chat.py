@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvrs.errors import ConfigError, RequestError
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.openai.structure import MAX_TEMPLATE_VALUES, check_structure
+from kvrs.protocol.openai.translated import not_supported
 
 Decoded = TypeVar("Decoded")
 
@@ -177,10 +178,7 @@ def _flatten(message: dict[str, Any], index: int) -> dict[str, Any]:
         case str():
             pass
         case other:
-            raise RequestError(
-                f"content must be text or a list of parts, got {other!r:.80}",
-                param=f"messages[{index}].content",
-            )
+            raise not_supported(f"messages[{index}].content", other, "a string or a list of parts")
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError("tool_calls must be a list", param=f"messages[{index}].tool_calls")
