@@ -83,14 +83,14 @@ def fitted(trace: Trace, most_tokens: int) -> tuple[Trace, str]:
     assert usual is not None
     try:
         found = scale(trace, prompts, outputs, round(usual))
-        how = f"blocks of {trace.block_tokens} tokens became {found.block_tokens}"
+        how = f"each block of {trace.block_tokens} tokens of a prompt to {found.block_tokens}"
     except TraceError:  # Blocks of one token do not fit either.
-        found, how = clip(trace, prompts, outputs), "blocks stayed as they were"
+        found, how = clip(trace, prompts, outputs), "no block of a prompt"
     full = sum(-(-length // trace.block_tokens) for length in lengths)
     kept = sum(len(request.hash_ids) for request in found.requests)
     words = (
-        f"the server takes {most_tokens} tokens, {too_long(trace, most_tokens)} of {len(lengths)} "
-        f"requests are longer: {how}, {full - kept} of {full} blocks of prompts were cut, outputs "
-        f"have at most {outputs} tokens"
+        f"{too_long(trace, most_tokens)} of {len(lengths)} requests are longer than the "
+        f"{most_tokens} tokens that the server takes, so the trace was shortened: {how}; the last "
+        f"{full - kept} of {full} blocks were left out; outputs to at most {outputs} tokens"
     )
     return found, words

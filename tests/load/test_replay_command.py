@@ -443,10 +443,8 @@ def test_a_preset_is_scaled_to_what_the_server_takes(
     longest = settings["longest_prompt_tokens"] + settings["longest_output_tokens"]
     assert server.longest <= longest <= 256
     shown = " ".join(capsys.readouterr().out.split())
-    assert "the server takes 256 tokens, 12 of 12 requests are longer: blocks of 512" in shown
-    assert re.search(
-        r"blocks of 512 tokens became \d+, \d+ of \d+ blocks of prompts were cut", shown
-    )
+    assert "12 of 12 requests are longer than the 256 tokens that the server takes" in shown
+    assert re.search(r"block of 512 tokens of a prompt to \d+; the last \d+ of \d+ blocks", shown)
 
 
 def test_lengths_that_were_chosen_and_do_not_fit_are_refused_with_the_scale_that_fits(
