@@ -169,7 +169,8 @@ def _flatten(message: dict[str, Any], index: int) -> dict[str, Any]:
     objects.
     """
     match message.get("content"):
-        case None:
+        # Engines answer with no content where there is only reasoning or a call.
+        case None if message.get("role") == "assistant":
             message["content"] = ""
         case list() as parts:
             message["content"] = "\n".join(

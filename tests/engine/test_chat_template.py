@@ -165,6 +165,19 @@ def test_parts_of_text_become_one_text(tiny_model: Path) -> None:
     )
 
 
+def test_an_assistant_may_have_said_nothing(tiny_model: Path) -> None:
+    """Engines answer so where there is only reasoning, and clients send the answer back."""
+    template = load_chat_template(tiny_model)
+    assert template is not None
+
+    prompts = [
+        template.render(request_of(messages=[USER, {"role": "assistant"} | said, USER]))
+        for said in ({}, {"content": None}, {"content": ""})
+    ]
+
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
 def test_tools_that_may_not_be_called_are_not_shown(tiny_model: Path) -> None:
     """With `tool_choice: none` no tool is offered to the model."""
     template = load_chat_template(tiny_model)
@@ -183,27 +196,36 @@ def test_tools_that_may_not_be_called_are_not_shown(tiny_model: Path) -> None:
             "messages[0].content[0]",
             "type 'text'",
         ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "null is not supported; allowed"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "allowed: a string or a list of parts",
+        ),
         (
             {"messages": [{"role": "user", "content": {"a": "private"}}]},
             "messages[0].content",
             "an object is not supported; allowed: a string or a list of parts",
         ),
         (
-            {"messages": [{"role": "user", "tool_calls": [{}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
             "messages[0].tool_calls[0]",
             "function with a name",
         ),
-        ({"messages": [{"role": "user", "tool_calls": 3}]}, "messages[0].tool_calls", "list"),
+        ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls", "list"),
         (
             {
                 "messages": [
-                    {"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
                 ]
             },
             "messages[0].tool_calls[0].function.arguments",
             "JSON",
         ),
-        ({"messages": [{"role": "clown"}]}, "messages", "unknown role clown"),
+        ({"messages": [{"role": "clown", "content": ""}]}, "messages", "unknown role clown"),
         (
             {"messages": [USER], "chat_template_kwargs": {"messages": []}},
             "chat_template_kwargs",
