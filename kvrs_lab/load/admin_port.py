@@ -66,7 +66,7 @@ class AdminPort:
         return [
             {"instance": row["subject"], "at_s": row["at_s"]}
             for row in reversed(overview["incidents"])
-            if row["is_loss"]
+            if row.get("is_loss")  # A proxy of an older version names none.
         ]
 
     async def wait_all_up(
