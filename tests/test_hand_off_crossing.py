@@ -10,12 +10,13 @@ SERVICE_S, NEAR_BYTES_PER_S = 0.07, 100e9
 DEPTHS = (0, 2, 4, 6)
 
 
-def test_the_products_crossing_has_the_transfer_within_the_node_which_the_formula_leaves_out() -> (
-    None
-):
-    """Times as the product predicts them cross where it says, by reported queues as well."""
+def test_the_products_crossing_has_whole_pages_and_the_transfer_within_the_node() -> None:
+    """Times as the product predicts them cross where it says, by reported queues as well; the
+    formula has neither.
+    """
     cell = Cell(1475, 40.0, near_bytes_per_s=[NEAR_BYTES_PER_S], engine_step_s=0.002)
-    kv_bytes = 1475 * catalog.kv_geometry("opt-13b-a100-distserve-tp1").bytes_per_token
+    of_token_bytes = catalog.kv_geometry("opt-13b-a100-distserve-tp1").bytes_per_token
+    kv_bytes = 1488 * of_token_bytes
     both_s, near_s = HANDSHAKE_S + step_s(1475, 0.002), kv_bytes / NEAR_BYTES_PER_S
     far_s = kv_bytes / 5e9
     cell.own_s = {depth: [depth * SERVICE_S + both_s + near_s] for depth in DEPTHS}
@@ -25,7 +26,9 @@ def test_the_products_crossing_has_the_transfer_within_the_node_which_the_formul
     assert cell.measured == pytest.approx((far_s - near_s) / SERVICE_S)
     assert cell.off_predicted == pytest.approx(0.0, abs=1e-9)
     assert cell.off_reported == pytest.approx(0.0, abs=1e-9)
-    assert cell.off_measured == pytest.approx(-near_s / far_s)
+    assert cell.off_measured == pytest.approx(
+        (1488 - 1475) / 1475 - near_s * 5e9 / (1475 * of_token_bytes)
+    )
 
 
 def test_the_tables_crossing_has_the_engines_part_of_a_step() -> None:

@@ -116,7 +116,7 @@ class Cell:
         """
         near_bytes_per_s = statistics.median(self.near_bytes_per_s or [inf])
         step = step_s(self.tokens, self.engine_step_s)
-        kv_bytes = self.tokens * catalog.kv_geometry(PROFILE).bytes_per_token
+        kv_bytes = catalog.kv_geometry(PROFILE).sent_bytes(self.tokens)
         candidate = (
             HandoffCandidate(InstanceId("d1"), 0.0, self.gbit_per_s / 8 * 1e9)
             if queue_s is None

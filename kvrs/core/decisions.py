@@ -59,9 +59,8 @@ def start(
     if cached:
         compute_s, is_covered = table.behind(cached, tokens, compute_s)
     if prefill is not decode:
-        size_bytes = tokens * prefill.bytes_per_token
         link = state.view.links.get((prefill.node, decode.node), state.view.assumed_link)
-        transfer_s = HANDSHAKE_S + size_bytes / link.bytes_per_s
+        transfer_s = HANDSHAKE_S + prefill.info.geometry.sent_bytes(tokens) / link.bytes_per_s
     total_s = queue_s + compute_s + transfer_s
     source = None if prefill is decode else prefill.id
     estimate = Estimate(

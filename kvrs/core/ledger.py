@@ -92,7 +92,7 @@ def _put_hand_off(state: State, stream: Stream, prefill: Member, decode: Member)
     """Book the hand-off on its link from the start of prefill: a fetch decided meanwhile may still
     run when the hand-off begins.
     """
-    size_bytes = stream.history_tokens * decode.bytes_per_token
+    size_bytes = decode.info.geometry.sent_bytes(stream.history_tokens)
     link = state.view.link(prefill.node, decode.node)
     _put_on_link(stream.attempt, link, size_bytes)
 

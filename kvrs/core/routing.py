@@ -435,7 +435,7 @@ def _soonest(
         how,
         _candidate(view, prefill, planned),
         [_candidate(view, prefill, member) for member in islice(others, _CANDIDATES_MAX)],
-        stream.history_tokens * prefill.bytes_per_token,
+        prefill.info.geometry.sent_bytes(stream.history_tokens),
         HANDSHAKE_S,
     )
     return view.members[found.instance]

@@ -36,3 +36,7 @@ class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def page_bytes(self) -> int:
         return self.bytes_per_token * self.page_size_tokens
+
+    def sent_bytes(self, tokens: int) -> int:
+        """Bytes that a transfer of these tokens' KV sends: the last page is sent whole, too."""
+        return -(-tokens // self.page_size_tokens) * self.page_bytes

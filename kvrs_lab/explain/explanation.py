@@ -160,7 +160,7 @@ def explain(question: Question) -> Explanation:
 
 def _fetched_bytes(question: Question) -> int:
     if question.prefix_cache:
-        return question.history_tokens * question.geometry.bytes_per_token
+        return question.geometry.sent_bytes(question.history_tokens)
     fetched_tokens = min(question.held_tokens, question.history_tokens - 1)
     return fetched_tokens // question.geometry.page_size_tokens * question.geometry.page_bytes
 
@@ -259,8 +259,7 @@ def _hand_off(question: Question, how: Handoff) -> WeighedHandoff:
         InstanceId("own"), question.own_queue_s, question.local_bytes_per_s, is_near=True
     )
     remote = HandoffCandidate(InstanceId("target"), question.target_queue_s, question.bytes_per_s)
-    kv_bytes = question.prompt_tokens * question.geometry.bytes_per_token
-    costs = kv_bytes, HANDSHAKE_S
+    costs = question.geometry.sent_bytes(question.prompt_tokens), HANDSHAKE_S
     own_s, remote_s = (hand_off_s(how, each, *costs) for each in (own, remote))
     return WeighedHandoff(how, own_s, remote_s, choose_hand_off(how, own, [remote], *costs) is own)
 

@@ -141,7 +141,7 @@ def test_hand_offs_between_nodes_are_in_the_links_book_until_their_stream_flows(
     told.handle(ev.StreamResumed(A, 1))
 
     assert of(second, act.Redirect) == []
-    assert (meanwhile, _on_the_link(told)) == (1477 * 819_200, 0)
+    assert (meanwhile, _on_the_link(told)) == (1488 * 819_200, 0)
 
 
 def test_a_hand_off_is_in_the_links_book_from_the_start_of_its_prefill() -> None:
@@ -162,7 +162,7 @@ def test_a_hand_off_is_in_the_links_book_from_the_start_of_its_prefill() -> None
     told.handle(ev.StreamResumed(A, 1))
 
     assert of(handed_off, act.Redirect) == []
-    assert (before, after, _on_the_link(told)) == (1477 * 819_200, 1477 * 819_200, 0)
+    assert (before, after, _on_the_link(told)) == (1488 * 819_200, 1488 * 819_200, 0)
 
 
 def _on_the_link(told: PolicyHarness) -> int:

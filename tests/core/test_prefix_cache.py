@@ -37,7 +37,7 @@ def migrate_of(actions: list[object]) -> Estimate | None:
 
 def test_the_prefix_cache_of_a_prefill_instance_is_migrated_from() -> None:
     """Its queue, what it does not have (6 of 101 tokens' pages are full, 1 ms a token), hand-shake,
-    and all the bytes.
+    and the bytes of all pages, the last one whole.
     """
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.handle(ev.LinkMeasured(N0, N1, 1e7))
@@ -52,7 +52,7 @@ def test_the_prefix_cache_of_a_prefill_instance_is_migrated_from() -> None:
     assert (estimate.source, estimate.by_prefill) == (P0, True)
     assert estimate.queue_s == 0.25
     assert estimate.compute_s == pytest.approx(0.101 - 0.096)
-    assert estimate.transfer_s == pytest.approx(0.002 + 101 * GEOMETRY.bytes_per_token / 1e7)
+    assert estimate.transfer_s == pytest.approx(0.002 + 112 * GEOMETRY.bytes_per_token / 1e7)
     assert estimate.raw_s == pytest.approx(
         estimate.queue_s + estimate.compute_s + estimate.transfer_s
     )

@@ -92,7 +92,7 @@ def test_behind_a_busy_target_its_own_pair_recomputes() -> None:
 
     assert only(actions, act.Start) == act.Start(A, 2, act.Plan(decode=D1, prefill=P1))
     assert only(actions, act.Recovered).predicted_s == pytest.approx(
-        0.107 + 0.002 + 107 * 2048 / 1.25e9
+        0.107 + 0.002 + 112 * 2048 / 1.25e9
     )
 
 

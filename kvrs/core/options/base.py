@@ -121,7 +121,7 @@ def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     view, target = case.state.view, case.target
     source = view.members[estimate.source]
     where = "within the node" if source.node == target.node else "between the nodes"
-    size_bytes = case.history_tokens * source.bytes_per_token
+    size_bytes = source.info.geometry.sent_bytes(case.history_tokens)
     how = division(f"hand-off {where}", size_bytes, view.bytes_per_s(source.node, target.node))
     yield handshake_term(case)
     yield Term("hand-off", estimate.transfer_s - HANDSHAKE_S, how)

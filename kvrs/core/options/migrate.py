@@ -107,7 +107,7 @@ def estimate_cached(
     table = holder.prefill
     history_s = table.seconds_for(history_tokens)
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
-    transfer_s = handshake_s + history_tokens * (holder.bytes_per_token / bytes_per_s)
+    transfer_s = handshake_s + holder.info.geometry.sent_bytes(history_tokens) / bytes_per_s
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s

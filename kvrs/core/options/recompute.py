@@ -155,7 +155,7 @@ def estimate_handed_off(
 
     The target's queue runs in parallel: the longer of the two counts.
     """
-    transfer_s = handshake_s + history_tokens * (prefill.bytes_per_token / bytes_per_s)
+    transfer_s = handshake_s + prefill.info.geometry.sent_bytes(history_tokens) / bytes_per_s
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s

@@ -37,7 +37,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
     (case,) = cases_of(state, Stream(StreamId("s"), 0, 110, 0.0), [target], 0.0)
     RECOMPUTE.estimate(case, alone)
 
-    assert apart.total_s == pytest.approx(0.5 + 0.110 + 0.01 + 110 * 2048 / 204_800)
+    assert apart.total_s == pytest.approx(0.5 + 0.110 + 0.01 + 112 * 2048 / 204_800)
     assert [each.raw_s for each in alone] == pytest.approx([0.5 + 0.110])
     assert [each.total_s for each in alone] == pytest.approx([2 * (0.5 + 0.110)])
 
