@@ -146,7 +146,11 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         _of("load_skew", "load_skew", 22, quick=(1.9, "run --shares 90 --repeats 1 --seconds 30")),
         _of(
             *("load_skew", "rates", 55, "rates --repeats 10 --limit-s 3600"),
-            quick=(1.3, "rates --rates 4.1 4.3 --repeats 1 --seconds 15"),
+            quick=(1.1, "rates --rates 4.1 4.3 --repeats 1 --seconds 12"),
+        ),
+        _of(
+            *("load_skew", "one_rate", 28, "rates --rates 4.2 --repeats 20 --limit-s 1800"),
+            quick=(0.5, "rates --rates 4.2 --repeats 1 --seconds 6"),
         ),
         _of(
             *("link_monitor", "computed", 18, "computed", NAMESPACES),
@@ -259,7 +263,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
         ),
         _of(
             *("raidserve", "computed", 40, "computed --limit-s 2300"),
-            quick=(6, "computed --repeats 1"),
+            quick=(5.8, "computed --repeats 1"),
         ),
         _of("gpu", "attention", 5, "attention", GPU, quick=(1, "attention")),
     ),
@@ -305,7 +309,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             quick=(0.5, "knees --nodes 8 --jobs 2"),
             is_virtual=True,
         ),
-        _of("pipelines", "capacity", 9, "capacity", quick=(2, "capacity --rates 2 --load-s 8")),
+        _of("pipelines", "capacity", 9, "capacity", quick=(1.9, "capacity --rates 2 --load-s 8")),
         _of("pipelines", "replication", 15, "replication", quick=(1.2, "replication --rounds 4")),
         _of(
             *("pipelines", "replication-hosts", 2, "replication --hosts --rounds 4"),
