@@ -37,8 +37,15 @@ class NumberedPrompt(Sequence[int]):
         return self.tokens
 
     def __getitem__(self, at: Any) -> Any:
+        return self._ids()[at]
+
+    def __iter__(self) -> Iterator[int]:
+        # The one of `Sequence` asks for each id by itself.
+        return iter(self._ids())
+
+    def _ids(self) -> "array[int]":
         first = self.number * TOKEN_STRIDE % VOCABULARY
-        return _IDS[first : first + self.tokens][at]
+        return _IDS[first : first + self.tokens]
 
 
 @contextmanager
