@@ -174,11 +174,11 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             is_virtual=True,
         ),
         _of(
-            *("lumen", "four_workers", 5),
-            "paper --exhibits B.4 --cases 4x1 --keep four_workers --jobs 2",
+            *("lumen", "sizes_to_16", 20),
+            "paper --exhibits B.4 B.5 --cases 8x2 16x1 --keep sizes_to_16 --jobs 2",
             quick=(
                 0.5,
-                "paper --exhibits B.4 --cases 4x1 --keep four_workers --seeds 1 --jobs 2",
+                "paper --exhibits B.4 --cases 4x1 --keep sizes_to_16 --seeds 1 --jobs 2",
             ),
             is_virtual=True,
         ),
@@ -327,6 +327,11 @@ _UNCLEAR = "4,6,7,9,11,13,17,19,22,25,26,27,33"
 
 OTHERS = (
     _of("lumen", "fit", 10, "fit", is_virtual=True),
+    _of(
+        *("lumen", "four_workers", 5),
+        "paper --exhibits B.4 --cases 4x1 --keep four_workers --jobs 2",
+        is_virtual=True,
+    ),
     _of(
         *("lumen", "eight_workers", 4),
         "paper --exhibits B.5 --cases 8x1 --keep eight_workers --jobs 2",

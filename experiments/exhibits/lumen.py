@@ -24,7 +24,10 @@ PAPER = tuple(f"lumen/results/{name}.json" for name in ("ten_workers", "loads", 
 PROTOTYPE = tuple(
     f"lumen/results/{name}.json" for name in ("prototype_four", "prototype", "prototype_rates")
 )
-FOUR_WORKERS = "lumen/results/four_workers.json"
+# At the present clock, up to sixteen workers.
+PRESENT = tuple(
+    f"lumen/results/{name}.json" for name in ("sizes_to_16", "four_workers", "eight_workers")
+)
 PROCESSES = "lumen/results/recovery.json"
 COST = "checkpoint_cost/results/checkpoint_cost.json"
 MEASURES = {
@@ -94,12 +97,12 @@ def _compared(rows: Mapping[str, BySeed], case: str, row: Mapping[str, str]) -> 
     yield change(what, float(row["value"]), ours)
 
 
-def impact(results: Results) -> list[Compared]:
+def impact(paths: Iterable[str], results: Results) -> list[Compared]:
     """TTFT and time per token in the window, over those without a failure."""
     return [
         _times(f"{MEASURES[measure]} at {case}", limit, rows, ours, clean)
         for case in QUARTERS
-        if (rows := rows_of(results, PAPER, case).get(STOP))
+        if (rows := rows_of(results, paths, case).get(STOP))
         for measure in ("ttft", "tpot")
         for ours, clean in [(f"window_{measure}_s", f"window_clean_{measure}_s")]
         for limit in [_published(source="Figures 1, 2", measure=measure)]
@@ -111,11 +114,11 @@ def _times(what: str, published: float, rows: BySeed, key: str, base: str) -> Co
     return Compared(what, published, found.mean, found.half_width, form="times")
 
 
-def causes(results: Results) -> list[Compared]:
+def causes(paths: Iterable[str], results: Results) -> list[Compared]:
     """Queueing in the wait of the uninterrupted, and replays over that wait."""
     found = []
     for case in QUARTERS:
-        if not (rows := rows_of(results, PAPER, case).get(STOP)):
+        if not (rows := rows_of(results, paths, case).get(STOP)):
             continue
         ttft_s, queueing_s, replay_s = (
             _published(source="Table 1", case=case, measure=measure)
@@ -132,11 +135,11 @@ def causes(results: Results) -> list[Compared]:
     return found
 
 
-def one_failure(results: Results) -> list[Compared]:
+def one_failure(paths: Iterable[str], results: Results) -> list[Compared]:
     """Figure 13, and the time per token of the interrupted of Table 4."""
-    found = changes("Figure 13 (B.5)", PAPER, SINGLES, results)
+    found = changes("Figure 13 (B.5)", paths, SINGLES, results)
     for case in SINGLES:
-        if (rows := rows_of(results, PAPER, case)) and WHOLE in rows:
+        if (rows := rows_of(results, paths, case)) and WHOLE in rows:
             whole, stop = (
                 _published(source="Table 4 (B.5)", case=case, scheme=scheme)
                 for scheme in (WHOLE, STOP)
@@ -231,8 +234,10 @@ def headline(results: Results) -> list[Compared]:
 
 
 COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
-    "Figures 1, 2: impact of failures": impact,
-    "Table 1: causes": causes,
+    "Figures 1, 2: impact of failures": partial(impact, PAPER),
+    "Figures 1, 2: to 8 workers, the present clock": partial(impact, PRESENT),
+    "Table 1: causes": partial(causes, PAPER),
+    "Table 1: to 8 workers, the present clock": partial(causes, PRESENT),
     "Figure 6 (A.1): four workers": partial(changes, "Figure 6 (A.1)", PROTOTYPE, ()),
     "Table 2 (A.1): eight workers": partial(changes, "Table 2 (A.1)", PROTOTYPE, ()),
     "Figure 7 (A.2): parts of the scheme": partial(changes, "Figure 7 (A.2)", PROTOTYPE, ()),
@@ -244,11 +249,12 @@ COMPARED: dict[str, Callable[[Results], list[Compared]]] = {
     "Figure 10 (B.2): request rates": partial(changes, "Figure 10 (B.2)", PAPER, ()),
     "Figure 11 (B.3): 1 to 5 of 10 fail": partial(changes, "Figure 11 (B.3)", PAPER, ()),
     "Figure 12 (B.4): a quarter fails": partial(changes, "Figure 12 (B.4)", PAPER, QUARTERS),
-    "Figure 12 (B.4): four workers, the present clock": partial(
-        changes, "Figure 12 (B.4)", (FOUR_WORKERS,), QUARTERS[:1]
+    "Figure 12 (B.4): to 8 workers, the present clock": partial(
+        changes, "Figure 12 (B.4)", PRESENT, QUARTERS[:2]
     ),
     "B.4: checkpoints lost with their streams": co_failure,
-    "Figure 13, Table 4 (B.5): one fails": one_failure,
+    "Figure 13, Table 4 (B.5): one fails": partial(one_failure, PAPER),
+    "Figure 13, Table 4 (B.5): to 16 workers, the present clock": partial(one_failure, PRESENT),
     "Table 5 (B.6): depth of speculation": partial(variants, "Table 5 (B.6)"),
     "Table 6 (B.7): alpha": partial(variants, "Table 6 (B.7)"),
 }
@@ -260,18 +266,22 @@ POWER = {
 
 def _sizes(failing: str, cases: tuple[str, ...], measure: str, results: Results) -> list[Panel]:
     """Changes against stop-and-restart at 4 to 64 workers."""
-    ours = [_scheme(results, cases, measure, scheme) for scheme in SCHEMES]
+    ours = [_scheme(results, PAPER, cases, measure, scheme) for scheme in SCHEMES]
+    present = _scheme(results, PRESENT, cases, measure, WHOLE)
+    ours.append(replace(present, name=f"{present.name}, present clock"))
     shown = [each for each in ours if each.x]
     series = [*_published_of(cases, measure, shown[0].x), *shown]
     title, unit = f"{MEASURES[measure]}: {failing}", "over stop-and-restart (%)"
     return [Panel(title, "workers", unit, series, log_x=True, limits=(-70, 50))]
 
 
-def _scheme(results: Results, cases: tuple[str, ...], measure: str, scheme: str) -> Series:
+def _scheme(
+    results: Results, paths: Iterable[str], cases: tuple[str, ...], measure: str, scheme: str
+) -> Series:
     points = [
         (int(case.partition("x")[0]), ours)
         for case in cases
-        if (rows := rows_of(results, PAPER, case)) and {scheme, STOP} <= set(rows)
+        if (rows := rows_of(results, paths, case)) and {scheme, STOP} <= set(rows)
         if (ours := changed(rows, measure, scheme, STOP))
     ]
     halves = half_widths([ours for _, ours in points]) if points else None
