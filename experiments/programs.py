@@ -174,8 +174,8 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             is_virtual=True,
         ),
         _of(
-            *("lumen", "sizes_to_16", 20),
-            "paper --exhibits B.4 B.5 --cases 8x2 16x1 --keep sizes_to_16 --jobs 2",
+            *("lumen", "sizes_to_16", 30),
+            "paper --exhibits B.4 B.5 --cases 4x1 8x2 8x1 16x1 --keep sizes_to_16 --jobs 2",
             quick=(
                 0.5,
                 "paper --exhibits B.4 --cases 4x1 --keep sizes_to_16 --seeds 1 --jobs 2",

@@ -26,6 +26,7 @@ def test_the_products_crossing_has_whole_pages_and_the_transfer_within_the_node(
     assert cell.measured == pytest.approx((far_s - near_s) / SERVICE_S)
     assert cell.off_predicted == pytest.approx(0.0, abs=1e-9)
     assert cell.off_reported == pytest.approx(0.0, abs=1e-9)
+    assert cell.late_s == pytest.approx(0.0, abs=1e-9)
     assert cell.off_measured == pytest.approx(
         (1488 - 1475) / 1475 - near_s * 5e9 / (1475 * of_token_bytes)
     )

@@ -151,6 +151,11 @@ class Cell:
         return self.measured / self.predicted - 1
 
     @property
+    def late_s(self) -> float:
+        """Seconds that the other node takes longer than predicted."""
+        return statistics.median(self.remote_s) - self.predicted_s(None)
+
+    @property
     def off_reported(self) -> float:
         return self.measured / self.reported - 1
 
@@ -281,6 +286,7 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
             f"{cell.measured:>13.2f}{cell.predicted:>11.2f}{cell.off_predicted:>8.1%}"
             f"{cell.off_reported:>12.1%}{cell.off_measured:>9.1%}{cell.off:>9.1%}"
         )
+    late_ms = [cell.late_s * 1e3 for cell in cells]
     tokens, gbit_per_s, published_s = SEED_REMOTE
     (same,) = (c for c in cells if (c.tokens, c.gbit_per_s) == (tokens, gbit_per_s))
     lines += [
@@ -294,6 +300,7 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
         f"{statistics.median(same.remote_s) * 1e3:.0f} ms, predicted "
         f"{same.predicted_s(None) * 1e3:.0f}, published {published_s * 1e3:.0f} without hand-shake "
         f"and step",
+        f"the other node takes {min(late_ms):.1f} to {max(late_ms):.1f} ms longer than predicted",
     ]
     if is_missed(result):
         lines.append(
