@@ -106,9 +106,8 @@ HOMES_OF_LIBRARIES = {
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "marshal", "dill", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "yaml.load", "torch.load"}
 
-LONGEST_FILE = 500
+LONGEST_FILE = 1500
 LONGEST_FUNCTION = 70
-LARGEST_CLASS = 25
 
 
 @cache
@@ -275,9 +274,9 @@ def test_nothing_that_comes_from_outside_can_run_code() -> None:
     assert not wrong
 
 
-def test_files_classes_and_functions_stay_readable() -> None:
-    """A file is about 300 lines and at most 500, a function at most 70, a class at most 25
-    methods.
+def test_files_and_functions_stay_readable() -> None:
+    """A function has at most 70 lines, a file at most 1,500: what shares its state stays in one
+    place, and how many files a reader walks through counts more than how long each is.
     """
     wrong = []
     for module, tree in product().items():
@@ -288,14 +287,6 @@ def test_files_classes_and_functions_stay_readable() -> None:
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     if (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION:
                         wrong.append(f"{module}.{node.name}: {length} lines")
-                case ast.ClassDef():
-                    methods = [
-                        each
-                        for each in node.body
-                        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-                    ]
-                    if len(methods) > LARGEST_CLASS:
-                        wrong.append(f"{module}.{node.name}: {len(methods)} methods")
                 case _:
                     pass
 
