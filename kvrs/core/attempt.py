@@ -49,6 +49,7 @@ class CallFault(Enum):
     NOT_CONNECTED = ev.FailureKind.BUSY, True
     ERROR = ev.FailureKind.ERROR, False  # The engine answered with an error before any token.
     WRONG = ev.FailureKind.BROKEN, False  # The engine sent an error event, or no valid answer.
+    DIFFERS = ev.FailureKind.DIFFERS, False  # The output is not the one that the client has.
     SILENT = ev.FailureKind.SILENT, True
     LOST = ev.FailureKind.BROKEN, True
 
@@ -61,7 +62,8 @@ class CallFault(Enum):
         instance's loss follows. `is_given_up`: the instance is being given up as lost, which ends
         the attempt; `has_waited`: the delay is over, so 0.
         """
-        if has_waited or self.kind.is_refusal or self is CallFault.NOT_A_NUMBER:
+        is_of_request = self in (CallFault.NOT_A_NUMBER, CallFault.DIFFERS)
+        if has_waited or self.kind.is_refusal or is_of_request:
             return 0.0
         return EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S
 
@@ -237,11 +239,19 @@ class Attempt(Generic[S]):
         if computes is not None:
             self.computes = None
             self._computed(computes, self._history_tokens, self._reused_tokens, now_s)
-        needs_replay, promise = bool(live.journal.replayed), live.journal.promise
+        journal = live.journal
         recovers = self.number > 1 or live.attempt.option.stays
-        last_s = live.journal.last_write_s if recovers else None
-        gap_s = None if last_s is None else now_s - last_s
-        control.tell(ev.StreamResumed(live.id, self.number, needs_replay, promise, gap_s), now_s)
+        last_s = journal.last_write_s if recovers else None
+        resumed = ev.StreamResumed(
+            live.id,
+            self.number,
+            journal.needs_replay,
+            journal.promise,
+            journal.only_replay,
+            journal.is_sampled,
+            None if last_s is None else now_s - last_s,
+        )
+        control.tell(resumed, now_s)
         if live.copies:
             control.checkpoints.resumed(live, now_s)
 
@@ -279,12 +289,13 @@ class Attempt(Generic[S]):
         *,
         retry_after_s: float | None = None,
         final: bool = False,
+        same_tokens: int = 0,
     ) -> ev.AttemptFailed | None:
         """Return the report of the attempt's failure; None: the attempt is over."""
         if not self.is_current:
             return None
         self._is_reported = True
-        kind, produced = fault.kind, len(self.live.journal.output_ids)
+        kind, produced = fault.kind, self.live.journal.produced_tokens
         is_late = self.has_resumed if fault is CallFault.SILENT else produced > 0
         if kind.is_doubtful and is_late:  # An instance has served the request.
             kind = ev.FailureKind.BROKEN
@@ -298,6 +309,7 @@ class Attempt(Generic[S]):
             kind,
             retry_after_s,
             final,
+            same_tokens,
         )
 
     def denial(self, wait_s: float) -> ev.SlotDenied | None:

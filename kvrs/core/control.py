@@ -21,12 +21,18 @@ from kvrs.core.books.links import LinkBounds
 from kvrs.core.books.prompt_lengths import PromptLengths
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
-from kvrs.core.fleet.known import Agents, Instances
+from kvrs.core.fleet.known import Agents, Instances, Replays
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.live_stream import CannotContinue, Complete, LiveStream, Outcome
+from kvrs.core.model.live_stream import (
+    CannotContinue,
+    Complete,
+    LiveStream,
+    Outcome,
+    StreamJournal,
+)
 from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision, changes_ranks, is_repeated
 from kvrs.core.recovery import RecoveryPolicy
@@ -178,7 +184,7 @@ class Control(Generic[S]):
             arrival = ev.StreamAdopted(
                 journal.stream,
                 prompt_tokens,
-                len(journal.output_ids),
+                journal.produced_tokens,
                 most_tokens,
                 journal.deadlines,
                 now_s - journal.arrived_s,
@@ -316,7 +322,7 @@ class Control(Generic[S]):
         if journal.finished:
             self.end(live, Complete(), now_s)
             return False
-        if self._shell.can_give_end() and not journal.replayed and live.remaining_tokens == 0:
+        if self._shell.can_give_end() and not journal.needs_replay and live.remaining_tokens == 0:
             assert live.attempt.plan is not None
             self._shell.give_end(live, live.attempt.plan)
             return False
@@ -326,11 +332,20 @@ class Control(Generic[S]):
         # Parsed output, for example, continues exactly only by a replay; the head of the response,
         # which promises exact tokens, was sent before this was known.
         unkept = [each for each in journal.inexact if each not in journal.replayed]
-        if journal.promise is not ev.Promise.NONE and unkept and journal.output_ids:
-            cause = f"cannot be continued exactly: {', '.join(unkept)}"
+        is_unkept = journal.promise is not ev.Promise.NONE and unkept
+        is_lost = journal.only_replay and not self._may_repeat(journal)
+        if (is_unkept or is_lost) and journal.produced_tokens:
+            cause = f"cannot be continued exactly: {', '.join(unkept or journal.inexact)}"
             self.end(live, CannotContinue(cause), now_s)
             return False
         return True
+
+    def _may_repeat(self, journal: StreamJournal) -> bool:
+        """Return whether some instance may be found to generate the stream's output again, by its
+        processor or because its self-test is equal.
+        """
+        is_found = self.self_tests.enabled or self.instances.replays(0) is not Replays.NOWHERE
+        return journal.is_repeatable and is_found
 
     def halt(self, live: S) -> None:
         """End an attempt that the policy has dropped; the stream continues without it."""
@@ -383,6 +398,7 @@ class Control(Generic[S]):
             seen.restores,
             self.self_tests.comparison.weights.get(known.id, ""),
             seen.store,
+            seen.generates,
         )
         self._shell.instance_changed(event)
         self.tell(event, now_s)
@@ -407,7 +423,7 @@ class Control(Generic[S]):
             of_ranks = member is not None and changes_ranks(member, report, now_s)
             concerned = self._running_on(known.id) if of_ranks or report.draining else []
             token_s = _token_s(concerned) if of_ranks else 0.0
-            produced = {live.id: len(live.journal.output_ids) for live in concerned}
+            produced = {live.id: live.journal.produced_tokens for live in concerned}
             # Links and replicas have events of their own.
             told = msgspec.structs.replace(report, links=[], replicas={})
             self.tell(ev.LoadReported(known.id, told, has_peers, token_s, produced), now_s)
@@ -467,7 +483,7 @@ class Control(Generic[S]):
         for live in self._running_on(known.id):
             self.halt(live)
             if self._goes_on(live, now_s):
-                produced[live.id] = len(live.journal.output_ids)
+                produced[live.id] = live.journal.produced_tokens
         event = ev.InstanceLost(known.id, known.epoch, cause, produced)
         self._shell.instance_changed(event)
         self.tell(event, now_s)
@@ -478,7 +494,7 @@ class Control(Generic[S]):
         self.tell(ev.SettingsReloaded(after.policy, after.slo), now_s)
 
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
-        return {live.id: len(live.journal.output_ids) for live in self._running_on(instance)}
+        return {live.id: live.journal.produced_tokens for live in self._running_on(instance)}
 
     def _running_on(self, instance: InstanceId) -> list[S]:
         """Streams whose current attempt is lost with the instance."""

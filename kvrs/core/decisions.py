@@ -9,7 +9,6 @@ from kvrs.core.books.waiting import is_past
 from kvrs.core.dispatch import targets_for
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
-from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import Decision, Stream
@@ -257,12 +256,11 @@ def deadline_missed(state: State, decision: Decision, lasts_s: float, now_s: flo
 def _eligible(
     state: State, stream: Stream, estimates: Sequence[Estimate], now_s: float
 ) -> Sequence[Estimate]:
-    """Return the estimates that may be chosen. If exact tokens were promised and only a replay
-    gives them, these are the options with the same output (`is_same_output`), perhaps none. Options
-    that have just failed are left out, if others remain.
+    """Return the estimates that may be chosen. If only a replay may continue the stream
+    (`must_replay`), these are the options with the same output (`is_same_output`), perhaps none.
+    Options that have just failed are left out, if others remain.
     """
-    is_promised = stream.promise is not Promise.NONE
-    if stream.needs_replay and is_promised:
+    if stream.must_replay:
         estimates = [each for each in estimates if each.option.is_same_output]
         if not estimates:
             return estimates
@@ -276,7 +274,7 @@ def _eligible(
         # follow at once. A stream that has queued for `recovery.wait_s` takes such an option too,
         # so that no policy queues for ever.
         return [estimate for estimate in estimates if not options.takes_slot(estimate)]
-    if stream.needs_replay and not is_promised and Option.REPLAY not in recovery.removed:
+    if stream.needs_replay and not stream.must_replay and Option.REPLAY not in recovery.removed:
         estimates = [each for each in estimates if each.option is Option.REPLAY] or estimates
     if not recovery.removed:
         return estimates

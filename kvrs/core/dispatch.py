@@ -42,6 +42,9 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
         excluded_epochs |= frozenset(member.id for member in lacking)
     if stream.tokens and (view.tokens_differ or stream.promise is not Promise.NONE):
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
+    if stream.must_replay:
+        unable = (each for each in view.targets(stream.name) if not stream.may_replay(each))
+        excluded_epochs |= frozenset(member.id for member in unable)
     # Agents come first at equal pages: their checkpoints survive the instances beside them.
     holders: list[tuple[int, NodeId]] = []
     for stored in stream.checkpoints.values():

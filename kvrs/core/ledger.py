@@ -204,6 +204,7 @@ def end_attempt(
     attempt, decode = stream.attempt, stream.attempt.decodes_on
     if decode is not None and attempt.resumed:
         stream.tokens = decode.tokens or stream.tokens
+        stream.generates = decode.generates or stream.generates
         stream.note_pace(now_s)
         if decode.rows:
             kv_locations.rows_left(state, stream, decode)

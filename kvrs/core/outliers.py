@@ -106,6 +106,8 @@ def failed(state: State, stream: Stream, event: ev.AttemptFailed) -> None:
             state.view.prefill_order.restrict(member)
             if not health.is_ejected or is_probe:
                 _pause(state, member, event.cause, BUSY_PAUSE_S)
+        case ev.FailureKind.DIFFERS:
+            pass  # Near-ties and parsers are no fault of an instance.
         case ev.FailureKind.BROKEN:
             if event.abrupt:
                 if (

@@ -337,10 +337,7 @@ def _keep_waiting(state: State, stream: Stream, now_s: float) -> None:
         not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
     )
     if is_past(wait_ends_s, now_s) and _is_unkept(state, stream):
-        message = (
-            f"cannot be continued exactly, as was promised: no instance that could came up "
-            f"within {wait_s:g} s"
-        )
+        message = f"cannot be continued exactly: no instance that could came up within {wait_s:g} s"
         give_up(state, stream, act.Reason.INEXACT, message)
     elif is_past(wait_ends_s, now_s) or is_hopeless:
         next_try_in_s = None if next_try_s is None else next_try_s - now_s
@@ -372,8 +369,9 @@ def _awaits_own(state: State, stream: Stream) -> bool:
 
 
 def _is_unkept(state: State, stream: Stream) -> bool:
-    """Return whether instances are up, but none keeps the stream's promise."""
-    return stream.promise is not Promise.NONE and bool(state.view.targets(stream.name))
+    """Return whether instances are up, but none continues the stream as it must be continued."""
+    is_bound = stream.promise is not Promise.NONE or stream.must_replay
+    return is_bound and bool(state.view.targets(stream.name))
 
 
 def give_up(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.core.books.learning import Corrections
+from kvrs.core.books.learning import Corrections, Differences
 from kvrs.core.books.poison import PoisonCounter
 from kvrs.core.books.prefill_scale import PrefillScale
 from kvrs.core.books.waiting import RetryBudget, SlotBook, Timers
@@ -93,6 +93,9 @@ class State:
     # Learned corrections of predictions. Usually empty: readers test for that first, because
     # hashing an enum member costs a call.
     factors: dict[Option, float] = field(default_factory=dict)
+
+    # Written by `steps.py`.
+    differences: Differences = field(default_factory=Differences)
 
     # Written by `starter.py`. Waiting victims of losses, which are decided together at the end of a
     # short pause.

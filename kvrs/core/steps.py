@@ -27,6 +27,9 @@ from kvrs.core.state import State, deadlines_of
 from kvrs.ids import StreamId
 
 # Function of the state, the stream (None for ADMIT and ADOPT), the event and the time.
+# Replays of one stream whose output may differ before the stream is given up: one is tried again.
+_MOST_DIFFERENCES = 2
+
 _Method = Callable[[State, Any, Any, float], None]
 
 
@@ -140,6 +143,9 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
     decision, recovers = attempt.decision, stream.adopted or attempt.number > 1
     if decision is not None and (recovers or decision.chosen.option is not Option.START):
         state.actions.append(decisions.settle(state, stream, decision, now_s))
+    decode = attempt.decodes_on
+    if attempt.option is Option.REPLAY and decode is not None and not decode.replays:
+        state.differences.note(stream.produced_tokens, differed=False)
     if home is not None:
         outliers.answered(state, stream, home, now_s)
         if stream.recovery.overflowed:
@@ -167,6 +173,9 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
     was_ejected = member is not None and member.answers.is_ejected
     outliers.failed(state, stream, event)
     ledger.end_attempt(state, stream, event.cause, event.instance, now_s)
+    if event.failure is ev.FailureKind.DIFFERS:
+        _differ(state, stream, event, now_s)
+        return
     if is_over and event.failure is ev.FailureKind.DENIED:
         starter.give_up(state, stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
         return
@@ -197,6 +206,31 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
         starter.gather(state, [stream], now_s)
     else:
         starter.place_all(state, [stream], now_s)
+
+
+def _differ(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
+    """Try a replay whose output differs once more, elsewhere if possible; then give the stream up,
+    or continue it inexactly. Where the client's text is not that of its tokens, only a replay may
+    follow.
+    """
+    recovery, member = stream.recovery, state.view.members.get(event.instance)
+    recovery.note_attempt_failed()
+    if stream.attempt.option is not Option.REPLAY:
+        stream.needs_replay = stream.only_replay = True
+    else:
+        recovery.note_difference(event.instance)
+        if member is not None:
+            stream.exclude(member)
+            if not member.replays:
+                state.differences.note(event.same_tokens + 1, differed=True)
+        if len(recovery.differed) >= _MOST_DIFFERENCES:
+            if stream.must_replay:
+                found = ", ".join(dict.fromkeys(recovery.differed))
+                message = f"the known output did not come again ({found}): {event.cause}"
+                starter.give_up(state, stream, act.Reason.INEXACT, message)
+                return
+            recovery.remove(Option.REPLAY)
+    starter.place_all(state, [stream], now_s)
 
 
 def _deny(state: State, stream: Stream, event: ev.SlotDenied, now_s: float) -> None:

@@ -60,9 +60,16 @@ class SimJournal:
     part: FlowPart | None = None  # Part of a flow with the tokens.
     is_mirrored: bool = False  # Another journal shares the times, so each token is noted at once.
 
+    needs_replay = only_replay = is_sampled = False
+    is_repeatable = True
+
     @property
     def is_recoverable(self) -> bool:
         return True
+
+    @property
+    def produced_tokens(self) -> int:
+        return len(self.output_ids)
 
     @property
     def prefix(self) -> Prefix:

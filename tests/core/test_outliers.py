@@ -55,7 +55,10 @@ def sick_starts(
     return max(sum(begin <= at < begin + 10.0 for at in times) for begin in times)
 
 
-@pytest.mark.parametrize("kind", ev.FailureKind)
+# An output that differs is no fault of an instance, and has tokens before it.
+@pytest.mark.parametrize(
+    "kind", [each for each in ev.FailureKind if each is not ev.FailureKind.DIFFERS]
+)
 @pytest.mark.parametrize("sick", [P0, D0])
 def test_an_instance_that_fails_everything_gets_three_streams_in_ten_seconds(
     sick: InstanceId, kind: ev.FailureKind

@@ -17,6 +17,8 @@ HALF_LIFE_S = 300.0  # Half-life of a factor without new observations.
 _FORGETTING_PER_S = log(2) / HALF_LIFE_S
 # Shorter costs count as this long: they show the clock and polling more than the recovery.
 SHORTEST_S = 0.001
+# Estimate before the first replay: one difference in 100,000 tokens.
+_PRIOR_FOUND, _PRIOR_TOKENS = 0.5, 50_000
 
 
 @dataclass(slots=True)
@@ -27,6 +29,25 @@ class _Learned:
     def log_factor_at(self, now_s: float) -> float:
         """Return the factor's logarithm, decayed by `HALF_LIFE_S`."""
         return self.log_factor * exp(-_FORGETTING_PER_S * max(0.0, now_s - self.at_s))
+
+
+class Differences:
+    """Learns how likely an instance with an equal self-test generates another token than the one
+    before it did, per token of a replay: near-ties flip where rounding depends on the batch.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0  # Known tokens that were generated once more.
+        self.found = 0  # Replays whose output differed.
+
+    def note(self, tokens: int, *, differed: bool) -> None:
+        self.tokens += tokens
+        self.found += differed
+
+    def chance(self, tokens: int) -> float:
+        """Return the probability that a replay of so many tokens differs."""
+        each = (self.found + _PRIOR_FOUND) / (self.tokens + _PRIOR_TOKENS)
+        return 1.0 - (1.0 - min(1.0, each)) ** tokens
 
 
 class Corrections:

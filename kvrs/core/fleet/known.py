@@ -14,7 +14,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import UNKNOWN, Health, Member
-from kvrs.core.options.replay import REPLAY_TOKENS_MAX
+from kvrs.core.options.replay import REPLAY_S_MAX
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import engine_step_s, prefill_table
 from kvrs.profiles.tables import PrefillTable
@@ -39,7 +39,7 @@ class Replays(Enum):
     """Instances that can generate a cut stream's output again (`core/options/replay.py`)."""
 
     NOWHERE = "nowhere"
-    # Only some decode instances can replay, or only a part of the output fits.
+    # Only some decode instances can replay, or only a part of the output in time.
     SOMEWHERE = "somewhere"
     ALWAYS = "always"
 
@@ -69,6 +69,7 @@ class Instances:
         self.plain: InstanceId | None = None
         # Cached result of `replays()`; None: instances have changed.
         self._replays: Replays | None = None
+        self._replay_tokens = 0.0  # Most tokens whose steps take no longer than REPLAY_S_MAX.
         # Cached result of `served_names`; None: the names have changed.
         self._served_names: Mapping[str, ServedName] | None = None
 
@@ -141,11 +142,10 @@ class Instances:
         return next((known.id for known in decoding if not known.resumes_exactly), None)
 
     def replays(self, max_tokens: int | None) -> Replays:
-        """Return which instances can generate up to `max_tokens` output tokens again (None: as many
-        as the context has room for).
+        """Return which instances can generate up to `max_tokens` output tokens again, by their
+        processor, in the time that a replay may take (None: as many as the context has room for).
         """
         longest = self.max_model_len if max_tokens is None else max_tokens
-        is_bounded = longest is not None and longest <= REPLAY_TOKENS_MAX
         if self._replays is None:
             members = [known for known in self.known.values() if known.was_up]
             # Prefill gives the first token if it is called together with decode, and must replay
@@ -156,6 +156,9 @@ class Instances:
             ]
             some = Replays.SOMEWHERE if any(decoding) else Replays.NOWHERE
             self._replays = Replays.ALWAYS if decoding and all(decoding) else some
+            steps_s = [known.prefill.step_overhead_s for known in members if known.decodes]
+            self._replay_tokens = REPLAY_S_MAX / max(steps_s, default=REPLAY_S_MAX)
+        is_bounded = longest is not None and longest <= self._replay_tokens
         is_rare = self._replays is Replays.NOWHERE
         return self._replays if is_bounded or is_rare else Replays.SOMEWHERE
 

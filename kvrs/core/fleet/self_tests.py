@@ -125,13 +125,17 @@ class SelfTests:
         self.stores = Stores(known, enabled=enabled)
         # The present or last process of each instance; other modules only read it.
         self.processes: dict[InstanceId, TestedProcess] = {}
-        # Last reported tokens, weights and store of each instance (`news`).
-        self._reported: dict[InstanceId, tuple[str, str, ev.StoreSeen | None]] = {}
+        # Last reported tokens, weights, store and generated tokens of each instance (`news`).
+        self._reported: dict[InstanceId, tuple[str, str, ev.StoreSeen | None, str]] = {}
         self.comparison = Comparison()
         # The decode instance that continues streams least exactly, by its test or else by its
         # declaration; None: all continue exactly.
         self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
         self.changed: Callable[[], None] = lambda: None  # Called when a test may have become due.
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
 
     @property
     def _tests_kv(self) -> bool:
@@ -222,13 +226,13 @@ class SelfTests:
         found = list[ev.SelfTested]()
         for name, life in self.processes.items():
             seen = self.seen(name)
-            told = seen.tokens, self.comparison.weights.get(name, ""), seen.store
+            weights = self.comparison.weights.get(name, "")
+            told = seen.tokens, weights, seen.store, seen.generates
             is_new = name in instances or self._reported.get(name, told) != told
             if is_new and self._known[name].health is Health.UP:
                 self._reported[name] = told
-                epoch, (tokens, weights, store) = life.info.epoch, told
-                facts = seen.moves_kv, tokens, seen.restores, weights, store
-                found.append(ev.SelfTested(name, epoch, *facts))
+                facts = seen.moves_kv, seen.tokens, seen.restores, weights, seen.store
+                found.append(ev.SelfTested(name, life.info.epoch, *facts, seen.generates))
         return found
 
     def goes_on(

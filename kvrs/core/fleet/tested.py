@@ -53,6 +53,11 @@ class Generated(msgspec.Struct, frozen=True):
         seeded = _digest(self.seeded) if self.continues is Continues.SEEDED else ""
         return f"{_digest(self.greedy)}:{seeded}"
 
+    @property
+    def generates(self) -> str:
+        """Value of `Member.generates`."""
+        return f"{_digest(self.greedy)}:{_digest(self.seeded)}"
+
     def likeness(self, other: "Generated") -> Likeness:
         """Compare two outputs; they are different if both instances give their first two differing
         tokens likelihoods far apart.
@@ -130,6 +135,10 @@ class Seen(msgspec.Struct, frozen=True):
     @property
     def tokens(self) -> str:
         return "" if self.generated is None else self.generated.name
+
+    @property
+    def generates(self) -> str:
+        return "" if self.generated is None else self.generated.generates
 
 
 @dataclass(frozen=True, slots=True)

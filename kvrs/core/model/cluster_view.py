@@ -173,6 +173,7 @@ class ClusterView:
 
     def set_self_tested(self, member: Member, event: ev.InstanceUp | ev.SelfTested) -> None:
         member.moves_kv, member.tokens, member.weights = event.moves_kv, event.tokens, event.weights
+        member.generates = event.generates
         member.restores = event.moves_kv if event.restores is None else event.restores
         if not member.has_tier and (store := event.store) is not None:
             member.set_rows(store.namespace, in_store=True)

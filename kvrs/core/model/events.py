@@ -42,6 +42,7 @@ class InstanceUp(_Event, frozen=True):
     weights: str = ""  # The new `Member.weights`.
     # The store that the engine loads from; None: it has used none yet.
     store: StoreSeen | None = None
+    generates: str = ""  # The new `Member.generates`.
 
 
 class PagesKept(_Event, frozen=True):
@@ -136,6 +137,7 @@ class SelfTested(_Event, frozen=True):
     weights: str = ""  # The new `Member.weights`.
     # The store that the engine loads from; None: it has used none yet.
     store: StoreSeen | None = None
+    generates: str = ""  # The new `Member.generates`.
 
 
 class NamesListed(_Event, frozen=True):
@@ -294,13 +296,17 @@ class WholeAsked(_Event, frozen=True):
 
 class StreamResumed(_Event, frozen=True, gc=False, omit_defaults=True):
     """The first new token of this attempt has reached the client; the event is repeated when
-    `needs_replay` becomes true.
+    `needs_replay` or `only_replay` changes.
     """
 
     stream: StreamId
     attempt: int
     needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly.
     promise: Promise = Promise.NONE
+    # Only `Option.REPLAY` continues the stream at all: the client has a part of a thought or of a
+    # call, or the output follows a grammar.
+    only_replay: bool = False
+    is_sampled: bool = False  # The tokens are drawn (temperature above 0).
     # Pause of a recovered stream: the time since the token before; None: no token before.
     gap_s: float | None = None
 
@@ -318,6 +324,9 @@ class FailureKind(StrEnum):
     DENIED = "denied"  # The instance refuses the proxy's key (401, 403); another may accept it.
     # The stream's logits overflow; if the model is the cause, they overflow at every instance.
     NOT_A_NUMBER = "not_a_number"
+    # The instance generated other output than the client has, or the client's text is not that of
+    # its tokens: near-ties, or a parser. No instance is at fault.
+    DIFFERS = "differs"
 
     @property
     def is_refusal(self) -> bool:
@@ -347,6 +356,7 @@ class AttemptFailed(_Event, frozen=True):
     failure: FailureKind = FailureKind.BROKEN
     retry_after_s: float | None = None  # The `Retry-After` of a busy instance.
     final: bool = False  # The refusal names a fault of the request: any instance would refuse.
+    same_tokens: int = 0  # Known tokens that a replay generated before its output differed.
 
 
 class SlotDenied(_Event, frozen=True):

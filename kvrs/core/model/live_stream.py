@@ -86,6 +86,28 @@ class StreamJournal(Protocol):
         """Features that only `Option.REPLAY` continues exactly."""
 
     @property
+    def needs_replay(self) -> bool:
+        """True if only `Option.REPLAY` continues the stream exactly from where it is."""
+
+    @property
+    def only_replay(self) -> bool:
+        """True if only `Option.REPLAY` may continue the stream at all from where it is."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """True if equal instances generate the same output for the same request."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if tokens are drawn (temperature above 0)."""
+
+    @property
+    def produced_tokens(self) -> int:
+        """Number of output tokens behind which a recovery continues; 0 if the request is made again
+        because the client has nothing of the output.
+        """
+
+    @property
     def promise(self) -> ev.Promise:
         """The promise in the head of the response; `NONE` before the head is sent."""
 

@@ -221,6 +221,9 @@ class Member:
     # Digests of self-tests, as `GREEDY:SEEDED`: instances with equal parts continue each other's
     # output exactly. Empty: not known; `-`: no output is continued exactly.
     tokens: str = ""
+    # Digests of the tokens that the self-tests generate from one prompt, as `GREEDY:SEEDED`: of
+    # instances with equal parts each generates the other's output again. Empty: not known.
+    generates: str = ""
     # Name of the group of instances whose tokens differ only at near-ties. Empty: not known.
     weights: str = ""
     # Most decode instances have other weights, so this one gets no new request.

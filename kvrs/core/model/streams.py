@@ -162,6 +162,7 @@ class RecoveryState(msgspec.Struct, eq=False):
     # Lost or failed attempts, without moved ones, denied slots and busy answers.
     attempts: int = 0
     overflowed: tuple[RefusedBy, ...] = ()  # Failures because the stream's logits were not numbers.
+    differed: tuple[InstanceId, ...] = ()  # Instances at which a replay's output differed.
     owes_token: bool = False  # The next attempt must take a token of the retry budget.
     token_at_s: float = -inf  # Time from which the retry token may be used.
     busy_since_s: float | None = None  # Time of the first busy answer; None: none.
@@ -243,6 +244,9 @@ class RecoveryState(msgspec.Struct, eq=False):
         """Note an instance at which the stream's logits were not numbers."""
         self.overflowed = (*self.overflowed, by)
 
+    def note_difference(self, at: InstanceId) -> None:
+        self.differed = (*self.differed, at)
+
     def pay_token(self, at_s: float) -> None:
         self.owes_token, self.token_at_s = False, at_s
 
@@ -309,7 +313,9 @@ class Stream:
     prefilled: bool = False  # A prefill is done: the prompt's length is known, and its KV exists.
     adopted: bool = False  # Taken over from another proxy: the first attempt is a recovery.
     first_token_sent: bool = False
-    needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly.
+    needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly,
+    only_replay: bool = False  # or continues it at all.
+    is_sampled: bool = False  # The tokens are drawn (temperature above 0).
     promise: ev.Promise = ev.Promise.NONE
     # Processes (instance, epoch) at which the stream failed.
     excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()
@@ -320,7 +326,9 @@ class Stream:
     recovery: RecoveryState = field(default_factory=RecoveryState)
     holders: dict[InstanceId, Holder] = field(default_factory=dict)
     checkpoints: dict[InstanceId, StoredCheckpoint] = field(default_factory=dict)
-    tokens: str = ""  # `Member.tokens` of the instance of the last output; empty: not known.
+    # `Member.tokens` and `generates` of the instance of the last output; empty: not known.
+    tokens: str = ""
+    generates: str = ""
     unprotected: str = ""  # Reason why no agent stores a checkpoint; empty: an agent does or will.
 
     def admit(
@@ -413,6 +421,23 @@ class Stream:
     def bars(self, member: Member) -> bool:
         return (member.id, member.epoch) in self.excluded_epochs
 
+    @property
+    def must_replay(self) -> bool:
+        """Return whether no other option than a replay may continue the stream."""
+        return self.only_replay or (self.needs_replay and self.promise is not ev.Promise.NONE)
+
+    def may_replay(self, member: Member) -> bool:
+        """Return whether the instance can generate the stream's output once more: it has the
+        processor that repeats known tokens, or its self-test is equal to that of the instance that
+        generated them.
+        """
+        if member.replays:
+            return True
+        greedy, _, seeded = self.generates.partition(":")
+        known_greedy, _, known_seeded = member.generates.partition(":")
+        is_equal = bool(greedy) and greedy == known_greedy
+        return is_equal and (not self.is_sampled or seeded == known_seeded)
+
     def is_served_at(self, member: Member) -> bool:
         """Return whether the instance serves the stream's model, alias or adapter."""
         return not self.name or self.name in member.names
@@ -463,6 +488,7 @@ class Stream:
         """Note that a token has reached the client, which ends the recovery."""
         self.first_token_sent = True
         self.needs_replay, self.promise = event.needs_replay, event.promise
+        self.only_replay, self.is_sampled = event.only_replay, event.is_sampled
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
         self.recovery = RecoveryState()
 

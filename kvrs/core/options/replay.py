@@ -4,6 +4,11 @@ The estimate is the prompt, by recompute or by migrate from a prefix cache, + t 
 Replay is the only exact option where the next token depends on more than the tokens before it: on
 the state of a grammar, a parser or a random generator. Only such streams are replayed, and replay
 is chosen before every other option (`core/decisions.py`).
+
+An instance with kvrs's processor is told the t tokens. Any other one generates them by itself if
+its self-test is equal to that of the instance before, and its output is compared with them. It may
+differ at a near-tie: with probability p the time is spent in vain, and spent again elsewhere, so
+the estimate is raised by the factor 1 + p.
 """
 
 from collections.abc import Iterable
@@ -20,25 +25,26 @@ from kvrs.core.options.recompute import RECOMPUTE
 from kvrs.core.state import State
 
 _REPLAY = Option.REPLAY
-# The longest output that is replayed, one token a step. A longer output is continued inexactly if
-# no other option is exact.
-REPLAY_TOKENS_MAX = 1024
+# The longest time of the known output's steps. A longer replay is not tried: clients and gateways
+# give up streams that are silent for longer, and promises (`Instances.replays`) follow this bound.
+REPLAY_S_MAX = 120.0
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
     stream, target = case.stream, case.target
-    if not (target.replays and stream.produced_tokens <= REPLAY_TOKENS_MAX):
+    decode_s = _decode_s(case)
+    if decode_s > REPLAY_S_MAX or not stream.may_replay(target):
         return
     prompt, found = _prompt_of(case), list[Estimate]()
     if prompt.wanted_pages:
         MIGRATE.estimate(prompt, found)
     RECOMPUTE.estimate(prompt, found)
-    decode_s = _decode_s(case)
+    factor = case.factor(_REPLAY) * (1.0 + _chance(case))
     for each in found:
         if each.option is Option.MIGRATE and not each.by_prefill:
             continue  # A replay does not fetch pages.
         raw_s = each.raw_s + decode_s
-        total_s = raw_s * case.factor(_REPLAY)
+        total_s = raw_s * factor
         estimates.append(replace(each, option=_REPLAY, raw_s=raw_s, total_s=total_s))
 
 
@@ -49,7 +55,10 @@ def plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
 def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     prompt_by = MIGRATE if estimate.by_prefill else RECOMPUTE
     yield from prompt_by.terms(_prompt_of(case), estimate)
-    yield Term("replay", _decode_s(case), f"{case.stream.produced_tokens:,} tokens, one a step")
+    how = f"{case.stream.produced_tokens:,} tokens, one a step"
+    if chance := _chance(case):
+        how += f"; they differ with a probability of {chance:.2g}"
+    yield Term("replay", _decode_s(case), how)
 
 
 def _prompt_of(case: Case) -> Case:
@@ -61,6 +70,13 @@ def _prompt_of(case: Case) -> Case:
         history_s=table.seconds_for(tokens),
         extrapolated=not table.covers(tokens),
     )
+
+
+def _chance(case: Case) -> float:
+    """Return the probability that the target generates other tokens than the known ones."""
+    if case.target.replays:
+        return 0.0
+    return case.state.differences.chance(case.stream.produced_tokens)
 
 
 def _decode_s(case: Case) -> float:

@@ -36,6 +36,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.exactness import (
     inexact_features,
+    is_never_text,
     is_predictable,
     replayable,
     tokens_at_risk,
@@ -79,9 +80,11 @@ class ClientCall(msgspec.Struct, eq=False):
     inexact: tuple[str, ...] = ()  # Features of the request that would be inexact after a cut.
     # The prompt's text is inexact only because the proxy has no tokenizer.
     lacks_tokenizer: bool = False
-    # Features that only a replay continues exactly; copied to `Journal`, like `replays`.
+    # Features that only a replay continues exactly; copied to `Journal`, like the next ones.
     replayed: tuple[str, ...] = ()
     replays: Replays = Replays.NOWHERE
+    never_as_text: bool = False
+    has_generator: bool = True
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     # Prompts to send before the output, one for each journal; empty: no echo.
     echoes: Sequence[str | None] = ()
@@ -289,19 +292,20 @@ class Admissions:
         call.lacks_tokenizer = plain is not None and not self._driver.tokenizer.available
         if plain is not None:
             is_sglang = self._backend == SGLANG
+            call.never_as_text, call.has_generator = is_never_text(parsed), not is_sglang
             find = partial(
                 inexact_features,
                 parsed,
                 has_tokenizer=self._driver.tokenizer.available,
                 continues=continues,
                 penalises_prompt=not is_sglang,
+                parses_reasoning=self._driver.context.parsers.reasoning,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
-            # SGLang's chats have no ids, so their output cannot be replayed.
+            # SGLang's chats have no ids, by which its processor could be told the known output.
             if not (is_sglang and parsed.endpoint is CHAT):
                 call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
-            if call.replays is not Replays.NOWHERE:
-                call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
+            call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
             if call.replays is Replays.ALWAYS:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:
@@ -382,6 +386,10 @@ class Admissions:
                         inexact=call.inexact,
                         replayed=call.replayed,
                         replays=call.replays,
+                        never_as_text=call.never_as_text,
+                        has_generator=call.has_generator,
+                        is_whole=not one.request.stream,
+                        can_begin_again=not one.request.stream,
                         is_strict=self._settings.inexact is Inexact.REFUSE,
                         asks_usage=not one.request.stream or wants_usage,
                     )

@@ -22,7 +22,7 @@ from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, Stre
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, Outcome
-from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
+from kvrs.proxy.streams.responses import HeldBack, WholeClient, answer, total_usage
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
@@ -173,7 +173,13 @@ class Serving:
             return keyed.failure
         outcome: Outcome = Complete()
         if not journal.finished and not keyed.record.state.complete:
-            client = keyed if echo is None else ChoiceClient(keyed, Merger(), 0, journal, echo)
+            client: Client = keyed
+            if echo is not None:
+                client = ChoiceClient(keyed, Merger(), 0, journal, echo)
+            if journal.begins_again:
+                client = HeldBack(client, journal)
+            else:  # The record gets the events as they come, for a proxy that takes over.
+                journal.can_begin_again = False
             outcome = await self._driver.run(journal, client)
         if outcome == Complete():
             await keyed.finish([] if keyed.record.state.complete else journal.missing_end())

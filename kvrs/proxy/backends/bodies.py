@@ -156,6 +156,7 @@ def decode_call(
     *,
     exact: bool,
     replays: bool = False,
+    tells_known: bool = False,
     load: act.PromptLoad | None = None,
     slot_token: int = 0,
     has_rows: bool = False,
@@ -163,8 +164,8 @@ def decode_call(
     ids_text: msgspec.Raw | None = None,
 ) -> Call:
     """Make the decode call, whose response has the tokens after the history; with `replays`, the
-    whole output. The call never contains a peer's host and port. `ids_text`: the prompt's ids in
-    JSON, if known.
+    whole output, of which `tells_known` names the known tokens to the engine's processor. The call
+    never contains a peer's host and port. `ids_text`: the prompt's ids in JSON, if known.
     """
     call = _call(
         journal,
@@ -188,9 +189,9 @@ def decode_call(
         fields["seed"] = journal.seed
     if transfer is not None:
         fields["kv_transfer_params"] = transfer
-    if replays:
+    if replays and tells_known:
         fields["vllm_xargs"] = {REPLAY_KEY: journal.output_ids[:]}
-    elif (journal.output_ids or journal.is_rendered) and not exact:
+    elif not replays and (journal.output_ids or journal.is_rendered) and not exact:
         _count_from_here(journal, fields)
         call.most_tokens = journal.default_left
     return call

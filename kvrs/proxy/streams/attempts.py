@@ -33,11 +33,13 @@ from kvrs.proxy.wire.errors import (
     BusyError,
     ConnectionLostError,
     DeniedError,
+    DifferentOutputError,
     EngineError,
     NotANumberError,
     NotConnectedError,
 )
 from kvrs.proxy.wire.exactness import is_plain_chat
+from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 if TYPE_CHECKING:
@@ -90,28 +92,41 @@ class AttemptCalls:
         except ConfigError as error:
             context.control.end(live, CannotContinue(str(error)), context.clock())
         except UpstreamError as error:
-            self._blame_prefill(error)
-            if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
-                # A gateway may have answered before any engine had the hand-off, so its blocks must
-                # be freed.
-                self._hand_off.is_sent = False
-            fault, is_silent = _fault_of(error), isinstance(error, SilentError)
-            is_given_up = is_silent and context.suspect_instance(attempt.failed_at)
-            has_waited = isinstance(error, ConnectionLostError) and error.has_waited
-            if delay_s := fault.delay_s(is_given_up=is_given_up, has_waited=has_waited):
-                await asyncio.sleep(delay_s)
-            retry_after_s = None
-            if isinstance(error, BusyError):
-                context.busy_status, retry_after_s = error.status, error.retry_after_s
-            elif isinstance(error, NotANumberError):
-                live.journal.spoilt_attempt = attempt.number
-            elif isinstance(error, EngineError):
-                live.refusal = Failed(error.status, error.body, rejected=True)
-            elif is_silent:
-                attempt.fell_silent(context.clock())
-            self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
+            await self._failed(error)
         finally:
             self._give_up_hand_off()
+
+    async def _failed(self, error: UpstreamError) -> None:
+        """Report the failure of a call, after a delay if news of its instance may follow."""
+        attempt, live, context = self._attempt, self._live, self._context
+        self._blame_prefill(error)
+        if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
+            # A gateway may have answered before any engine had the hand-off, so its blocks must be
+            # freed.
+            self._hand_off.is_sent = False
+        fault, is_silent = _fault_of(error), isinstance(error, SilentError)
+        is_given_up = is_silent and context.suspect_instance(attempt.failed_at)
+        has_waited = isinstance(error, ConnectionLostError) and error.has_waited
+        if delay_s := fault.delay_s(is_given_up=is_given_up, has_waited=has_waited):
+            await asyncio.sleep(delay_s)
+        retry_after_s, same_tokens = None, 0
+        match error:
+            case BusyError():
+                context.busy_status, retry_after_s = error.status, error.retry_after_s
+            case NotANumberError():
+                live.journal.spoilt_attempt = attempt.number
+            case EngineError():
+                live.refusal = Failed(error.status, error.body, rejected=True)
+            case SilentError():
+                attempt.fell_silent(context.clock())
+            case DifferentOutputError():
+                same_tokens = error.same_tokens
+            case _:
+                pass
+        cause = str(error)
+        self._over(
+            attempt.failure(fault, cause, retry_after_s=retry_after_s, same_tokens=same_tokens)
+        )
 
     def _give_up_hand_off(self) -> None:
         """Have the KV freed that the attempt leaves at prefill, unless an engine has got the
@@ -186,8 +201,6 @@ class AttemptCalls:
         self._give_end(Continuation(self._live.journal, await self._context.tokenizer.load()))
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
-        if self._live.journal.replayed:
-            self._end_replays()
         exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
         silence = SilenceTimer(self._context.clock())
         self._new_relay(continuation, exact, silence).end_alone()
@@ -293,6 +306,7 @@ class AttemptCalls:
                     transfer,
                     exact=exact,
                     replays=plan.replays,
+                    tells_known=self._instances.known[plan.decode].replays,
                     load=plan.load if plan.prefill is None else None,
                     slot_token=slot,
                     has_rows=self._instances.known[plan.decode].has_tier,
@@ -362,7 +376,7 @@ class AttemptCalls:
         """
         live = self._live
         replays = self._attempt.plan.replays
-        if live.journal.replayed and not replays:
+        if live.journal.needs_replay and not replays:
             self._end_replays()
         is_sampled = live.journal.parsed.request.temperature > 0
         tests = self._context.control.self_tests
@@ -391,6 +405,9 @@ class AttemptCalls:
             self._hand_off = None
         if self._rows is not None:
             self._rows.over_s = self._context.clock()
+        parts = live.journal.parts
+        if parts is not None and REASONING in parts.names():
+            self._context.parsers.reasoning = True
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()
@@ -472,6 +489,8 @@ def _fault_of(error: UpstreamError) -> CallFault:
             return CallFault.BUSY
         case NotANumberError():
             return CallFault.NOT_A_NUMBER
+        case DifferentOutputError():
+            return CallFault.DIFFERS
         case NotConnectedError():
             return CallFault.NOT_CONNECTED
         case SilentError():

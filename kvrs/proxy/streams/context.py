@@ -105,6 +105,8 @@ class AttemptContext:
                 if is_doubted and not live.journal.output_ids:
                     log.info("attempt refused", extra=extra)
                     live.refused_by = (*live.refused_by, instance)
+                elif event.failure is ev.FailureKind.DIFFERS:
+                    log.info("output differs", extra=extra)
                 else:
                     log.warning("attempt failed", extra=extra)
                     self._metrics.failures.labels(instance).inc()

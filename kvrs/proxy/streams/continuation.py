@@ -9,7 +9,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.proxy.wire.errors import DifferentOutputError
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.message_parts import TEXT
 from kvrs.text.output import OutputText, StopStrings, TextDelta
 
 # Most characters by which an engine's detokeniser may differ from kvrs's, beyond text held back for
@@ -36,17 +38,27 @@ class Continuation:
 
     A plain engine may hold back more or less than this machine at the same id. So characters are
     counted: those that the client has are skipped, and missing ones of the ids before the cut come
-    first.
+    first. Behind a thought the text begins with the ids of the answer.
+
+    Raises:
+        DifferentOutputError: the ids have more text than the client, or another answer, so an
+            engine has parsed them.
     """
 
     def __init__(self, journal: Journal, tokenizer: Tokenizer) -> None:
-        self._text = OutputText(tokenizer, journal.parsed.request.stop_strings)
-        replayed = self._feed(journal.output_ids, is_end=False)
-        written = len(replayed.delta.text)
+        self._tokenizer = tokenizer
         held_back = (
             max(map(len, journal.parsed.request.stop_strings), default=0) + _MOST_CHARACTERS_HELD
         )
+        if journal.parts is not None and journal.parts.is_parsed:
+            replayed = self._behind_thought(journal, journal.parts.text(TEXT), held_back)
+        else:
+            self._text = OutputText(tokenizer, journal.parsed.request.stop_strings)
+            replayed = self._feed(journal.output_ids, is_end=False)
+        written = len(replayed.delta.text)
         sent = written if journal.text_sent is None else journal.text_sent
+        if journal.parts is not None and self._hides(journal, written - sent, held_back):
+            raise DifferentOutputError("the client has less text than the ids of the output")
         # Number of characters sent before the cut. If an engine has sent text that does not belong
         # to these ids (vLLM sends the prompt's last character, if the prompt ends within it),
         # nothing is skipped: wrong text is better than missing text.
@@ -56,6 +68,31 @@ class Continuation:
         # The former engine has generated the end, and died before sending it.
         self.ended = replayed.finish_reason is not None
         self._ended_by = replayed.stop_reason
+
+    def _behind_thought(self, journal: Journal, answer: str, held_back: int) -> Piece:
+        """Position the text machine behind an answer that began within the event of known ids."""
+        first, last = journal.answer_from or (0, 0)
+        for begin in range(first, last):
+            self._text = OutputText(self._tokenizer, journal.parsed.request.stop_strings)
+            self._feed(journal.output_ids[:begin], is_end=False)
+            found = self._feed(journal.output_ids[begin:], is_end=False)
+            text = found.delta.text
+            if text.startswith(answer) or (
+                answer.startswith(text) and len(answer) - len(text) <= held_back
+            ):
+                return found
+        raise DifferentOutputError("the ids of the answer have another text than the client")
+
+    def _hides(self, journal: Journal, lacking: int, held_back: int) -> bool:
+        """Return whether the engine's parser has taken a part of the text: the client lacks more
+        than an engine holds back, or has nothing of ids that begin with a special token.
+        """
+        if lacking > held_back:
+            return True
+        if journal.text_sent or not journal.output_ids:
+            return False
+        added = self._tokenizer.get_added_tokens_decoder()
+        return any(token in added and added[token].special for token in journal.output_ids)
 
     def take(
         self,
@@ -114,6 +151,8 @@ class EngineText:
     ended = False
 
     def __init__(self, journal: Journal) -> None:
+        if journal.parts is not None and journal.parts.is_parsed:
+            raise DifferentOutputError("without a tokenizer the answer's ids are not known")
         name = "messages" if isinstance(journal.parsed.request, ChatRequest) else "prompt"
         if name not in journal.inexact:
             journal.inexact = (*journal.inexact, name)

@@ -36,6 +36,7 @@ from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase
 from kvrs.proxy.streams.recoveries import RecoveryLog
+from kvrs.proxy.streams.responses import BeginsAgain
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CURRENT
 
@@ -252,6 +253,9 @@ class Driver:
         if live.task is not None:
             live.task.cancel()  # The task closes its connection as it ends.
             live.task = None
+        if live.journal.begins_again and isinstance(live.client, BeginsAgain):
+            live.journal.begin_again()
+            live.client.begin_again()
 
     def catch_up_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self.control.catch_up)

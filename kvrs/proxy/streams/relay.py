@@ -3,14 +3,12 @@
 The healthy path of a token: one search, one small list decoded, one append, one write.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import Replays
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import (
@@ -36,7 +34,8 @@ from kvrs.proxy.wire.errors import UNREADABLE, EngineError, NotANumberError
 from kvrs.proxy.wire.event_form import EventForm
 from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.message_parts import TEXT, parsed_parts
+from kvrs.proxy.wire.message_parts import TEXT, MessageParts
+from kvrs.proxy.wire.requests import CHAT
 from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
@@ -140,6 +139,9 @@ class Relay(AnswerReader):
                 "a plain engine cannot go on with another's text"
             )
             journal.text_sent = None if exact else 0
+            journal.parts = None
+            if not exact and journal.parsed.endpoint is CHAT:
+                journal.parts = MessageParts()
 
     def feed(self, data: bytes) -> Need:
         """Relay the events of one read in one write.
@@ -244,7 +246,7 @@ class Relay(AnswerReader):
                         raise UpstreamError("sent [DONE] without a finish reason")
                     done = True
                     break
-                if (event := self._take(payload)) is not None:
+                for event in self._taken(payload):
                     events.append(self._counted(event) if self._counts_each else event)
                     journal.textual += journal.lacks_ids
                     if journal.marks is not None:
@@ -276,6 +278,23 @@ class Relay(AnswerReader):
         if fault is not None:
             raise fault
         return done
+
+    def _taken(self, data: bytes) -> Sequence[bytes]:
+        """Take one event; return the events that the client gets for it."""
+        if self._replayed is None:
+            event = self._take(data)
+            return () if event is None else (event,)
+        chunk = self._decoded(data)
+        if not chunk.choices:
+            event = self._take_usage(data, chunk)
+            return () if event is None else (event,)
+        choice = chunk.choices[0]
+        self._check_choice(choice)
+        new = self._replayed.take(data, choice)
+        if self._replayed.is_over:
+            self._replayed = None
+        events = (self._pass_choice(*each) for each in new)
+        return [event for event in events if event is not None]
 
     def _take(self, data: bytes) -> bytes | None:
         """Append the ids of one event to the journal; return the event as the client gets it (None:
@@ -316,41 +335,50 @@ class Relay(AnswerReader):
         self._lessons += 1
         # The event's own head may differ in length from the head of the first event.
         template = EventTemplate.of(data, self._head_bytes)
-        # Parts beside the text are counted only after the first event with characters of such a
-        # part.
-        is_begun = not self._counts_text or self._journal.parsed_sent is not None
-        if template is not None and (is_begun or template.part in (None, TEXT)):
+        if template is not None and self._is_begun(template.part):
             self._templates = [template, *self._templates[: _MOST_TEMPLATES - 1]]
             self._path = None
 
+    def _is_begun(self, part: str | None) -> bool:
+        """Return whether the journal has noted the begin of the part, which changes how the stream
+        can be continued.
+        """
+        parts = self._journal.parts if self._counts_text else None
+        return parts is None or part is None or part in parts.names()
+
     def _take_rare(self, data: bytes) -> bytes | None:
         """Take first, last and unusual events like `_take`, with full decoding."""
+        event = self._decoded(data)
+        if not event.choices:
+            return self._take_usage(data, event)
+        # The key `token_ids` is written with escapes, so the byte search has not found it.
+        if event.choices[0].token_ids and TOKEN_IDS not in data:
+            data = self._form.rewritten(data)
+        self._check_choice(event.choices[0])
+        return self._pass_choice(data, event.choices[0])
+
+    def _decoded(self, data: bytes) -> ReceivedChunk:
         try:
             event = CHUNK.decode(data)
         except UNREADABLE:
             raise UpstreamError("sent an event that is not a completion chunk") from None
         if event.error is not None:
             _raise_error_event(event.error)
-        if not event.choices:
-            return self._take_usage(data, event)
-        # The key `token_ids` is written with escapes, so the byte search has not found it.
-        if event.choices[0].token_ids and TOKEN_IDS not in data:
-            data = self._form.rewritten(data)
-        return self._take_choice(data, event.choices[0])
+        return event
 
-    def _take_choice(self, data: bytes, choice: ReceivedChoice) -> bytes | None:
+    def _check_choice(self, choice: ReceivedChoice) -> None:
+        """Check that an event's choice can belong to the stream."""
         if choice.token_ids is None and (choice.plain_text or choice.is_parsed):
             if self._journal.output_ids:
                 raise UpstreamError("sent text without token ids behind tokens with ids")
             self._journal.note_missing_ids()
         if choice.finish_reason in BROKEN_REASONS:
             raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
-        if self._replayed is not None:
-            if (new := self._replayed.take(data, choice)) is None:
-                return None
-            data, choice = new
-            if self._replayed.is_over:
-                self._replayed = None
+
+    def _pass_choice(self, data: bytes, choice: ReceivedChoice) -> bytes | None:
+        """Append the ids of a decoded event to the journal; return the event as the client gets
+        it.
+        """
         ids = choice.token_ids or []
         # A later attempt may open with an empty event, whose contents the client already has.
         says = ids or choice.plain_text or choice.is_parsed or choice.finish_reason is not None
@@ -368,32 +396,13 @@ class Relay(AnswerReader):
         self._journal.finish_reason = choice.finish_reason
         self._journal.stop_reason = choice.stop_reason
         if self._counts_text:
-            self._count_text(choice)
+            try:
+                # The next token is reported again, if the policy has to learn of another need.
+                if self._journal.note_text(choice, len(ids)):
+                    self._noted = False
+            except UNREADABLE:
+                raise UpstreamError("sent a malformed tool call") from None
         return trimmed
-
-    def _count_text(self, choice: ReceivedChoice) -> None:
-        journal = self._journal
-        assert journal.text_sent is not None
-        journal.text_sent += len(choice.plain_text)
-        if choice.is_parsed:
-            self._count_parsed(choice)
-
-    def _count_parsed(self, choice: ReceivedChoice) -> None:
-        """Count the characters of a parsed message, which only the engine's parser can continue."""
-        journal = self._journal
-        if journal.parsed_sent is None:
-            journal.parsed_sent = Counter()
-            if journal.replays is not Replays.NOWHERE and "messages" not in journal.replayed:
-                journal.replayed = (*journal.replayed, "messages")
-                # The next token is reported again, so that the policy learns of the replay.
-                self._noted = False
-            if journal.replays is not Replays.ALWAYS and "messages" not in journal.inexact:
-                journal.inexact = (*journal.inexact, "messages")
-        try:
-            for part, characters in parsed_parts(choice):
-                journal.parsed_sent[part] += characters
-        except UNREADABLE:
-            raise UpstreamError("sent a malformed tool call") from None
 
     def _own_event(self, piece: Piece, received: ReceivedChoice | None = None) -> bytes:
         journal = self._journal
@@ -417,6 +426,8 @@ class Relay(AnswerReader):
         journal.finish_reason, journal.stop_reason = piece.finish_reason, piece.stop_reason
         assert journal.text_sent is not None
         journal.text_sent += len(piece.delta.text)
+        if journal.parts is not None:
+            journal.parts.add(TEXT, piece.delta.text)
         return event
 
     def _take_usage(self, data: bytes, event: ReceivedChunk) -> bytes | None:

@@ -1,70 +1,118 @@
-"""Filter of a replay's output: it removes what the client already has."""
+"""Filter of a second run's output: it compares the output with what the client has, and removes it.
 
-from collections import Counter
+The ids that the client has must come again, and the same texts: one sequence of ids can be packed
+into events in several ways, and a parser may make other texts of them. Engines that send no ids are
+compared by the texts alone. Nothing reaches the client before all that it has has come again.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
+from kvrs.proxy.wire.errors import UNREADABLE, DifferentOutputError
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import REASONING, TEXT, all_parts, arguments_of, name_of
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, prompt_ids_of
 
 # Two names of the reasoning; engines send one or both, with the same text.
 _REASONING = (REASONING, "reasoning_content")
+# Most new ids that may come before the last known text: a parser holds text back for a few tokens.
+_MOST_LATE = 64
+
+_Event = tuple[bytes, ReceivedChoice]
 
 
 class ReplayedOutput:
-    """Removes from the events of a replaying attempt what the client already has."""
+    """Removes from the events of a second run what the client already has."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._known = journal.output_ids[:]
-        self._at = 0
-        # Number of characters that the replay has yet to repeat, by part of the message.
-        self._owed = Counter(journal.parsed_sent or {})
-        self._owed[TEXT] = journal.text_sent or 0
+        self._at = 0  # Known ids that have come again.
+        self._late = 0  # New ids that have come since.
+        # Text that the run has yet to repeat, by part of the message. A completion's text follows
+        # from its ids, and only its length is kept.
+        self._owed: dict[str, str] = {}
+        self._owed_characters = 0
+        if (parts := journal.parts) is not None:
+            self._owed = {name: parts.text(name) for name in parts.names()}
+        else:
+            self._owed_characters = journal.text_sent or 0
+        self._held: list[_Event] = []  # New parts of events, until all known output has come.
 
     @property
     def is_over(self) -> bool:
-        return self._at == len(self._known) and not any(self._owed.values())
+        is_repeated = self._at == len(self._known) and not self._owed_characters
+        return is_repeated and not any(self._owed.values())
 
-    def take(self, data: bytes, choice: ReceivedChoice) -> tuple[bytes, ReceivedChoice] | None:
-        """Return the new part of an event; None: nothing is new.
+    def take(self, data: bytes, choice: ReceivedChoice) -> Sequence[_Event]:
+        """Return the events, or their new parts, that the client may get now.
 
         Raises:
-            UpstreamError: the engine generates different output.
+            DifferentOutputError: the engine generates different output.
         """
         self._check_prompt(data)
         ids = choice.token_ids or []
         again = min(len(ids), len(self._known) - self._at)
-        if ids[:again] != self._known[self._at : self._at + again].tolist():
-            raise UpstreamError(f"replayed other tokens from token {self._at} on")
+        for at, token in enumerate(ids[:again], self._at):
+            if token != self._known[at]:
+                raise self._different(f"replayed other tokens from token {at} on", at)
         self._at += again
-        if choice.finish_reason is not None and self._at < len(self._known):
-            raise UpstreamError(f"ended its replay at {self._at} of {len(self._known)} tokens")
-        owes = any(self._owed[part] for part, size in all_parts(choice) if size)
-        if not again and not owes:
-            return data, choice
-        event = msgspec.json.decode(data)
-        self._cut(event["choices"][0], again)
-        data = msgspec.json.encode(event)
-        choices = CHUNK.decode(data).choices
-        assert choices, data
-        rest = choices[0]
-        is_new = rest.token_ids or rest.plain_text or rest.is_parsed or rest.finish_reason
-        return (data, rest) if is_new else None
+        self._late += len(ids) - again
+        added: dict[str, str] = {}
+        try:
+            for part, text in all_parts(choice):
+                added[part] = added.get(part, "") + text
+        except UNREADABLE:
+            raise self._different("replayed a malformed tool call") from None
+        owes = False
+        for part, text in added.items():
+            owes |= bool(text) and self._compare(part, text)
+        if again or owes:
+            data, choice = self._rest_of(data, again)
+        if choice.token_ids or choice.plain_text or choice.is_parsed or choice.finish_reason:
+            self._held.append((data, choice))
+        if not self.is_over:
+            if choice.finish_reason is not None or self._late > _MOST_LATE:
+                known = len(self._known)
+                raise self._different(f"ended its replay at {self._at} of {known} tokens")
+            return ()
+        held, self._held = self._held, []
+        return held
+
+    def _compare(self, part: str, text: str) -> bool:
+        """Compare a text with the one that the client has; return whether it has any of it."""
+        if self._journal.parts is None:
+            return bool(self._owed_characters)
+        owed = self._owed.get(part, "")
+        both = min(len(owed), len(text))
+        if owed[:both] != text[:both]:
+            raise self._different(f"replayed another text in part {part!r}")
+        return bool(owed)
+
+    def _different(self, cause: str, at: int | None = None) -> DifferentOutputError:
+        return DifferentOutputError(cause, same_tokens=self._at if at is None else at)
 
     def _check_prompt(self, data: bytes) -> None:
         """Check that the replay has the stream's prompt: a template with the time of day renders
         another.
         """
         if PROMPT_TOKEN_IDS in data and prompt_ids_of(data) != self._journal.prompt_ids:
-            raise UpstreamError("rendered another prompt")
+            raise self._different("rendered another prompt")
+
+    def _rest_of(self, data: bytes, again: int) -> _Event:
+        """Return the event without its first `again` ids and the repeated text."""
+        event = msgspec.json.decode(data)
+        self._cut(event["choices"][0], again)
+        data = msgspec.json.encode(event)
+        choices = CHUNK.decode(data).choices
+        assert choices, data
+        return data, choices[0]
 
     def _cut(self, choice: dict[str, Any], again: int) -> None:
-        """Remove from a decoded choice the first `again` ids and the repeated characters."""
+        """Remove from a decoded choice the first `again` ids and the repeated text."""
         if choice.get("token_ids"):
             choice["token_ids"] = choice["token_ids"][again:]
         if logprobs := choice.get("logprobs"):
@@ -88,7 +136,7 @@ class ReplayedOutput:
 
     def _cut_call(self, call: dict[str, Any]) -> bool:
         """Remove what the client has from a piece of a tool call; return whether any is left."""
-        index, function = call.get("index", 0), call.get("function") or {}
+        index, function = call.get("index") or 0, call.get("function") or {}
         if name := function.get("name"):
             if self._rest(name_of(index), name):
                 return True  # The client has not this call's name yet, so the whole piece is new.
@@ -100,6 +148,11 @@ class ReplayedOutput:
         return bool(function["arguments"])
 
     def _rest(self, part: str, text: str) -> str:
-        again = min(len(text), self._owed[part])
-        self._owed[part] -= again
-        return text[again:]
+        """Return the part of a text that the client lacks, and count the rest as repeated."""
+        if self._journal.parts is None:
+            again = min(len(text), self._owed_characters)
+            self._owed_characters -= again
+            return text[again:]
+        owed = self._owed.get(part, "")
+        self._owed[part] = owed[len(text) :]
+        return text[len(owed) :]

@@ -1,5 +1,6 @@
 """Whole responses made from streams' events, for clients that do not stream."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, us
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.openai.usage import EngineFacts, facts_together, with_facts
 from kvrs.protocol.token_ids import encode
+from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
@@ -41,7 +43,46 @@ class Parsers:
     reasoning = False
 
 
-class WholeClient:
+class BeginsAgain(ABC):
+    """A client that has nothing before the end of the answer, so that a recovery may make the
+    request again.
+    """
+
+    @abstractmethod
+    def begin_again(self) -> None:
+        """Forget the events so far."""
+
+
+class HeldBack(BeginsAgain):
+    """Holds the events of a recorded stream back until its end, for a client that gets a whole
+    answer: neither the client nor the record has any of it before.
+    """
+
+    blocked = False
+    direct = None
+    take_token = None
+
+    def __init__(self, inner: Client, journal: Journal) -> None:
+        self._inner = inner
+        self._journal = journal
+        self._events: list[bytes] = []
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        resume()
+
+    def send(self, events: Sequence[bytes]) -> None:
+        self._events += events
+        if self._journal.finished:
+            held, self._events = self._events, []
+            self._inner.send(held)
+
+    def begin_again(self) -> None:
+        self._events.clear()
+        if self._journal.marks is not None:
+            self._journal.marks.clear()
+
+
+class WholeClient(BeginsAgain):
     """Collects one choice of an unstreamed response. The engine streams the choice, so that it can
     recover too, or answers in one piece (`whole_answers.py`).
     """
@@ -55,6 +96,9 @@ class WholeClient:
 
     def __init__(self, parsers: Parsers | None = None) -> None:
         self._parsers = parsers or Parsers()
+        self.begin_again()
+
+    def begin_again(self) -> None:
         # The choice as the engine gave it in one piece; None: collected from events.
         self._whole: dict[str, Any] | None = None
         self._texts: list[str] = []

@@ -66,7 +66,7 @@ class TokenPath:
 
     __slots__ = (
         *("_attempt", "_client", "_clock", "_counts_text", "_delivered", "_direct", "_form"),
-        *("_forms", "_gathered", "_is_only_form", "_journal", "_most_tokens", "_silence"),
+        *("_forms", "_gathered", "_is_only_form", "_journal", "_most_tokens", "_parts", "_silence"),
         *("_take_token", "_transport", "_wait_for_room", "_wants_ids"),
     )
 
@@ -102,6 +102,7 @@ class TokenPath:
         self._wait_for_room = wait_for_room
         self._wants_ids = journal.wants_ids
         self._counts_text = journal.text_sent is not None
+        self._parts = journal.parts
         self._forms = [
             _Form(each, journal, head_bytes, is_framed=direct is not None) for each in templates
         ]
@@ -123,7 +124,7 @@ class TokenPath:
         found = form.read(data, at, event_end)
         if found is None or not data.endswith(_END):
             return data if self._is_only_form else self._take_others(data)
-        token_id, text_end, characters = found
+        token_id, text_end, text = found
         journal, transport, direct = self._journal, self._transport, self._direct
         ids, now_s = journal.output_ids, self._clock()
         begin = at + form.skipped_bytes
@@ -138,8 +139,12 @@ class TokenPath:
         ):
             return data
         ids.append(token_id)
-        if self._counts_text:
-            self._count(form.part, characters)
+        if self._counts_text and (part := form.part) is not None:
+            if part == TEXT:
+                assert journal.text_sent is not None
+                journal.text_sent += len(text)
+            if self._parts is not None:
+                self._parts.add(part, text)
         if transport is not None and direct is not None:
             parts = (_HEAD_BY_SIZE[framed], form.opening, data[begin:end], form.end)
             if self._gathered is None:
@@ -195,13 +200,3 @@ class TokenPath:
                 return True
         self._form = before
         return False
-
-    def _count(self, part: str | None, characters: int) -> None:
-        """Count the characters of a part, which `Relay._count_text` has begun to count."""
-        journal = self._journal
-        if part == TEXT:
-            assert journal.text_sent is not None
-            journal.text_sent += characters
-        elif part is not None:
-            assert journal.parsed_sent is not None
-            journal.parsed_sent[part] += characters

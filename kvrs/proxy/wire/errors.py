@@ -48,6 +48,16 @@ class NotANumberError(UpstreamError):
     """The engine finds that the logits of this stream are not numbers (NaN)."""
 
 
+class DifferentOutputError(UpstreamError):
+    """The engine generates other output than the client has, or the client's text is not that of
+    its tokens. `same_tokens`: known tokens that came again before.
+    """
+
+    def __init__(self, message: str, *, same_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.same_tokens = same_tokens
+
+
 class UnusableError(UpstreamError):
     """The process answers, but must not be used: it is another server, or has another version or
     secret.

@@ -2,7 +2,7 @@
 functions over bytes.
 
 An event that fits a template needs no full decoding: two comparisons, one search, and decoding of
-its text, to count the characters. Any other event goes to the exact reader.
+its text, which the journal notes. Any other event goes to the exact reader.
 """
 
 import re
@@ -78,9 +78,9 @@ class EventTemplate:
         kind, part = _known(_Kind(data[head_bytes:text_at], data[text_end:id_at], data[end:]))
         return None if part is _NOT_PLAIN else cls(data[:head_bytes], kind, part or None)
 
-    def read(self, data: bytes, at: int, end: int) -> tuple[int, int, int] | None:
-        """Read the event `data[at:end]`; return its id, the end of its text, and the number of the
-        text's characters. None: the event does not fit the template.
+    def read(self, data: bytes, at: int, end: int) -> tuple[int, int, str] | None:
+        """Read the event `data[at:end]`; return its id, the end of its text, and the text. None:
+        the event does not fit the template.
         """
         if not (data.startswith(self.before, at) and data.endswith(self.after, at, end)):
             return None
@@ -93,13 +93,13 @@ class EventTemplate:
         if text_end < 0 or not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
             return None
         if self.part is None:
-            return int(digits), text_end, 0
+            return int(digits), text_end, ""
         try:
             text = _TEXT.decode(data[text_at - 1 : text_end + 1])
         except UNREADABLE:
             # The text is followed by another field, or has a line end or invalid characters.
             return None
-        return int(digits), text_end, len(text)
+        return int(digits), text_end, text
 
 
 _NOT_PLAIN = "not plain"  # Stands for the part's name if the event is not a plain token event.
@@ -115,14 +115,14 @@ def _known(kind: _Kind) -> tuple[_Kind, str]:
     if not kind.between:
         return kind, ""
     match _tried(kind, _TRIED_TEXT):
-        case [(part, characters)] if characters == len(_TRIED_TEXT):
+        case [(part, added)] if added == _TRIED_TEXT.decode():
             return kind, part
     return kind, _NOT_PLAIN
 
 
-def _tried(kind: _Kind, text: bytes) -> list[tuple[str, int]] | None:
+def _tried(kind: _Kind, text: bytes) -> list[tuple[str, str]] | None:
     """Decode an event of this kind with this text; return the parts of the message that it adds to,
-    with the number of characters. None: not a plain token event.
+    with the added texts. None: not a plain token event.
     """
     data = b"".join((b"{" + kind.before[1:], text, kind.between, _TRIED_ID, kind.after))
     try:

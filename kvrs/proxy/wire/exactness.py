@@ -13,8 +13,9 @@ from typing import Any, assert_never
 import msgspec
 
 from kvrs.core.fleet.tested import Continues
-from kvrs.protocol.openai.fields import inexact_fields
+from kvrs.protocol.openai.fields import NOT_AFTER_SEAM, inexact_fields
 from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.requests import ParsedRequest
 
 
@@ -49,10 +50,12 @@ def inexact_features(
     has_tokenizer: bool,
     continues: Continues = Continues.GREEDY,
     penalises_prompt: bool = True,
+    parses_reasoning: bool = False,
 ) -> tuple[str, ...]:
     """Return the fields of the request that could make a stream cut at a plain engine differ from
     an uncut stream. `penalises_prompt`: the engine's repetition_penalty also counts the prompt, and
-    so the history, which is sent as a prompt.
+    so the history, which is sent as a prompt. `parses_reasoning`: engines were seen to parse the
+    thoughts of chats, which is among the reasons then, as "reasoning".
     """
     request = parsed.request
     is_chat = isinstance(request, ChatRequest)
@@ -66,6 +69,7 @@ def inexact_features(
         "logprobs": is_chat and request.wanted_logprobs is not None,
         # The engine's parser of tool calls loses its state at a cut.
         "tools": isinstance(request, ChatRequest) and request.may_call_tools,
+        REASONING: is_chat and parses_reasoning,
         # Engines ignore stop strings within min_tokens; the proxy does not.
         "min_tokens": request.min_tokens > 0 and bool(request.stop_strings),
         **dict.fromkeys(inexact_fields(parsed.fields, parsed.endpoint.api), True),
@@ -91,6 +95,15 @@ def replayable(
     found = tuple(each for each in inexact if each not in ("tokens", "temperature"))
     is_seeded = found or parsed.request.seed is not None
     return ("temperature", *found) if "temperature" in inexact and is_seeded else found
+
+
+def is_never_text(parsed: ParsedRequest) -> bool:
+    """Return whether a plain engine must not continue the output from its ids: a tool call would
+    begin in its middle, and the rest would not follow the grammar.
+    """
+    request = parsed.request
+    may_call = isinstance(request, ChatRequest) and request.may_call_tools
+    return may_call or not NOT_AFTER_SEAM.isdisjoint(parsed.fields)
 
 
 def is_plain_chat(parsed: ParsedRequest) -> bool:

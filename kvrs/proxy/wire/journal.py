@@ -5,8 +5,7 @@ event loop in which their bytes are written to the client's socket, so the two n
 """
 
 from array import array
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,9 +14,10 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import mean_interval_s
 from kvrs.core.model.prefixes import Prefix
 from kvrs.ids import StreamId
-from kvrs.protocol.openai.chunks import Usage, usage_of
+from kvrs.protocol.openai.chunks import ReceivedChoice, Usage, usage_of
 from kvrs.protocol.openai.usage import NO_FACTS, EngineFacts, with_facts
 from kvrs.protocol.token_ids import packed
+from kvrs.proxy.wire.message_parts import REASONING, TEXT, MessageParts, parsed_parts
 from kvrs.proxy.wire.prefix import prefix_of
 from kvrs.proxy.wire.requests import ParsedRequest, RequestContext
 
@@ -97,9 +97,19 @@ class Journal:
     # Usage that the engine counted for a stream without ids; None: counted from the ids.
     counted: Usage | None = None
     textual: int = 0  # Number of events passed on in a stream without ids.
-    # Number of characters that the client has of each parsed part of the message (reasoning, tool
-    # calls) beside its text; None: no such part.
-    parsed_sent: Counter[str] | None = None
+    # The stream is not continued from its ids: its output may hold tool calls, whose parser would
+    # begin in the middle, or follows a grammar that would begin anew.
+    never_as_text: bool = False
+    # Each request at the engine has a random generator of its own, which begins with its seed.
+    has_generator: bool = True
+    is_whole: bool = False  # The client gets the answer in one piece, with its head.
+    # Nothing outside this journal has any of the output before its end, so that it can be dropped.
+    can_begin_again: bool = False
+    # Texts of a chat's message that the client has; None: not a chat of an engine with parsers.
+    parts: MessageParts | None = None
+    # Numbers of ids before and behind the event that began the text behind a thought; None: no
+    # thought came, or it has not ended.
+    answer_from: tuple[int, int] | None = None
     first_write_s: float | None = None
     last_write_s: float | None = None
     longest_gap_s: float = 0.0
@@ -110,7 +120,8 @@ class Journal:
         client's seed always, the proxy's only if it makes the continuation exact. Otherwise engines
         draw at random, because a seed would repeat the same numbers after a cut.
         """
-        return self.parsed.request.seed is not None or "temperature" not in self.inexact
+        is_given = self.parsed.request.seed is not None
+        return is_given or "temperature" not in self.inexact or "temperature" in self.replayed
 
     @property
     def inexact_elsewhere(self) -> tuple[str, ...]:
@@ -123,7 +134,7 @@ class Journal:
         """Note that the response's head is about to be written: its promise of exactness holds from
         now on. The head of a whole answer is written at the end, and promises nothing.
         """
-        if self.is_promised is None and self.parsed.request.stream:
+        if self.is_promised is None and not self.is_whole:
             self.is_promised = not self.inexact
 
     @property
@@ -134,14 +145,120 @@ class Journal:
         return ev.Promise.SAMPLED if is_drawn else ev.Promise.GREEDY
 
     @property
+    def is_sampled(self) -> bool:
+        return self.parsed.request.temperature > 0
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Return whether equal engines generate the same output for the same request, so that a
+        second run can be compared with what the client has.
+        """
+        is_kept = self.parts is None or self.parts.is_whole
+        return is_kept and (not self.is_sampled or (self.has_generator and self.seed_is_needed))
+
+    @property
     def is_recoverable(self) -> bool:
-        return not self.lacks_ids
+        return not self.lacks_ids or self.begins_again or self.is_repeatable
+
+    @property
+    def only_replay(self) -> bool:
+        """Return whether nothing but a second run of the request may continue the stream: its ids
+        do not determine what the client has to get next.
+        """
+        if self.is_rendered or self.begins_again:
+            return False
+        if self.never_as_text or self.lacks_ids:
+            return True
+        return self.parts is not None and self.parts.is_parsed and self.answer_from is None
+
+    @property
+    def needs_replay(self) -> bool:
+        """Return whether only a second run continues the stream exactly. Behind a thought, the rest
+        of an answer is plain text.
+        """
+        if self.is_rendered or self.begins_again:
+            return False
+        return self.only_replay or any(each != REASONING for each in self.replayed)
+
+    @property
+    def begins_again(self) -> bool:
+        """Return whether a recovery makes the request again as it was, because the client has
+        nothing of the answer, and a continuation might differ. (Without a seed of the client, drawn
+        tokens differ anyway.)
+        """
+        if not self.can_begin_again or self.finished:
+            return False
+        is_bound = self.never_as_text or self.lacks_ids or self.replayed
+        return bool(is_bound) or any(each != "temperature" for each in self.inexact)
+
+    @property
+    def produced_tokens(self) -> int:
+        """Number of tokens behind which a recovery continues; without ids, of events with text."""
+        if self.begins_again:
+            return 0
+        return self.textual if self.lacks_ids else len(self.output_ids)
+
+    def begin_again(self) -> None:
+        """Forget the output, which the client has nothing of."""
+        del self.output_ids[:]
+        self.textual, self.lacks_ids, self.counted = 0, False, None
+        self.stop_reason = self.facts = self.answer_from = self.parts = None
 
     def note_missing_ids(self) -> None:
         if not self.lacks_ids:
             self.lacks_ids = True
-            if "token_ids" not in self.inexact:
-                self.inexact = (*self.inexact, "token_ids")
+            self.note_feature("token_ids")
+
+    def note_feature(self, name: str) -> None:
+        """Note a feature of the output that shows only while the stream runs: a second run
+        continues it, with certainty only where every instance has the processor for that.
+        """
+        if name not in self.replayed and self.is_repeatable:
+            self.replayed = (*self.replayed, name)
+        is_certain = self.replays is Replays.ALWAYS and name in self.replayed and not self.lacks_ids
+        if not is_certain and name not in self.inexact:
+            self.inexact = (*self.inexact, name)
+
+    def note_text(self, choice: ReceivedChoice, ids: int) -> bool:
+        """Note the text and the parsed parts of an event with so many ids, which the client gets;
+        return whether this changes how the stream can be continued.
+
+        Raises:
+            msgspec.DecodeError: a tool call has another form.
+        """
+        text, was_only_replay = choice.plain_text, self.only_replay
+        assert self.text_sent is not None
+        self.text_sent += len(text)
+        if self.parts is None:
+            return False
+        if choice.is_parsed:
+            self._note_parsed(choice)
+        if text:
+            self.parts.add(TEXT, text)
+            if self.answer_from is None and self.parts.is_parsed:
+                self.answer_from = len(self.output_ids) - ids, len(self.output_ids)
+        return self.only_replay is not was_only_replay
+
+    def _note_parsed(self, choice: ReceivedChoice) -> None:
+        assert self.parts is not None
+        for part, text in parsed_parts(choice):
+            self.parts.add(part, text)
+            self.note_feature(REASONING if part == REASONING else "tools")
+            # The rest of a call follows; or the thought follows text, and only a parser tells which
+            # of the ids belong to it.
+            if part != REASONING or self.parts.text(TEXT):
+                self.never_as_text = True
+        self.answer_from = None
+
+    def restore(self, choices: Iterable[ReceivedChoice]) -> None:
+        """Note the events that the client has, of a stream that ran at another proxy."""
+        ids, self.output_ids = self.output_ids, array("I")
+        self.text_sent, self.parts = 0, MessageParts()
+        for choice in choices:
+            own = choice.token_ids or ()
+            self.output_ids.extend(own)
+            self.note_text(choice, len(own))
+        self.output_ids = ids
 
     def cannot_replay(self) -> None:
         """Note that the stream continues or ends without a replay: the features in `replayed`

@@ -65,8 +65,8 @@ def test_others_are_not_replayed(case: dict[str, Any]) -> None:
 
 
 def test_a_long_output_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`REPLAY_TOKENS_MAX` bounds the pause."""
-    monkeypatch.setattr(replay, "REPLAY_TOKENS_MAX", 39)
+    """`REPLAY_S_MAX` bounds the pause."""
+    monkeypatch.setattr(replay, "REPLAY_S_MAX", 0.39)
 
     assert not replays_of(cut())
 

@@ -67,8 +67,6 @@ async def test_those_that_are_dropped_reach_no_engine_either(vllms: Builder) -> 
 # Field, value, whether prefill needs it, whether a cut stream is continued exactly, and whether the
 # engine that continues it gets the field.
 SERVED: list[tuple[str, Any, bool, bool, bool]] = [
-    ("response_format", {"type": "json_object"}, True, False, False),
-    ("structured_outputs", {"regex": "a+"}, False, False, False),
     ("logit_bias", {"5": 1}, False, True, True),
     ("allowed_token_ids", [1, 2], False, True, True),
     ("min_p", 0.5, False, True, True),
@@ -80,13 +78,17 @@ SERVED: list[tuple[str, Any, bool, bool, bool]] = [
 ]
 
 
+GRAMMARS: list[tuple[str, Any, bool, bool, bool]] = [
+    ("response_format", {"type": "json_object"}, True, False, False),
+    ("structured_outputs", {"regex": "a+"}, False, False, False),
+]
+
+
 @pytest.mark.parametrize(("name", "value", "at_prefill", "exact", "continued"), SERVED)
 async def test_what_vllm_serves_is_served_and_its_seam_is_told(
     vllms: Builder, name: str, value: Any, at_prefill: bool, exact: bool, continued: bool
 ) -> None:
-    """The header says beforehand whether a cut would show. A grammar is not begun again after half
-    of what it allows, and a prompt is truncated once.
-    """
+    """The header says beforehand whether a cut would show. A prompt is truncated once."""
     system = await vllms(policy={"name": "always_recompute"})
     system.shared.faults = {3: Fault.RESET}
 
@@ -107,8 +109,6 @@ async def test_what_vllm_serves_is_served_and_its_seam_is_told(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
         {"include_reasoning": False},
         {"documents": [{"title": "a", "text": "b"}], "add_generation_prompt": False},
         {"reasoning_effort": "low", "parallel_tool_calls": False},
@@ -134,7 +134,7 @@ async def test_what_would_break_at_a_seam_is_refused_where_that_is_wanted(vllms:
     """`proxy.inexact: refuse`: no such stream is begun."""
     system = await vllms(proxy={"inexact": "refuse"})
 
-    for name, value, _, exact, _ in SERVED:
+    for name, value, _, exact, _ in [*SERVED, *GRAMMARS]:
         status, body = await system.ask(GREEDY | {name: value})
         assert status == (200 if exact else 400), name
         assert exact or json.loads(body)["error"]["param"] == name

@@ -92,29 +92,32 @@ async def test_a_chat_is_sent_as_it_was(vllms: Builder) -> None:
     assert "prompt" not in body
 
 
-async def test_a_longer_output_is_marked_and_goes_on_without_its_grammar(
+async def test_a_longer_output_is_marked_and_ends_rather_than_losing_its_grammar(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`REPLAY_TOKENS_MAX` bounds the pause. What may be longer is not promised."""
+    """`REPLAY_S_MAX` bounds the pause. What may take longer is not promised, and no half of an
+    object is completed without its grammar.
+    """
     for module in (known, replay):
-        monkeypatch.setattr(module, "REPLAY_TOKENS_MAX", 3)
-    system = await vllms(prepare=replaying)
+        monkeypatch.setattr(module, "REPLAY_S_MAX", 1e-9)
+    system = await vllms(prepare=replaying, policy={"recovery": {"wait_s": 0.2}})
     system.shared.faults = {4: Fault.RESET}
 
-    _, mark, body = await answer(system, prompt=PROMPT, max_tokens=8, temperature=0, **JSON)
+    said, mark, body = await answer(system, prompt=PROMPT, max_tokens=8, temperature=0, **JSON)
 
     assert mark == "no"
-    assert "response_format" not in body
-    assert [row["option"] for row in (await system.state())["recoveries"]] != ["replay"]
+    assert not body
+    assert said[-1] == ""
+    assert json.loads(said[-2][6:])["error"]["code"] == "inexact"
 
 
-@pytest.mark.parametrize(("max_tokens", "status"), [(8, 200), (9, 400)])
+@pytest.mark.parametrize(("max_tokens", "status"), [(8, 200), (10_000, 400)])
 async def test_what_can_be_replayed_is_not_refused(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch, max_tokens: int, status: int
 ) -> None:
     """`proxy.inexact: refuse` lets in what goes on exactly, whatever happens."""
     for module in (known, replay):
-        monkeypatch.setattr(module, "REPLAY_TOKENS_MAX", 8)
+        monkeypatch.setattr(module, "REPLAY_S_MAX", 5.0)
     system = await vllms(prepare=replaying, proxy={"inexact": "refuse"})
 
     asked = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, **JSON}

@@ -146,12 +146,12 @@ def test_a_template_reads_what_the_exact_reader_reads_or_nothing(
         found = None if template is None else template.read(b"before" + data, 6, 6 + len(data))
         if found is not None:
             assert template is not None
-            token_id, text_end, characters = found
+            token_id, text_end, read = found
             assert next_token_ids(data) == ([token_id], cut_list(data, TOKEN_IDS))
             ids_at = text_end - 6 + template.ids_bytes
             assert cut_list(data, TOKEN_IDS) == data[:ids_at] + template.after[1:]
             choices = CHUNK.decode(data).choices or []
-            assert [characters] == [len(each.plain_text) for each in choices] == [len(text)]
+            assert [read] == [each.plain_text for each in choices] == [text]
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_a_template_fits_the_plain_events_of_its_stream() -> None:
         template = EventTemplate.of(learnt, len(head_of(learnt)))
         assert template is not None
 
-        def read(data: bytes, template: EventTemplate = template) -> int | None:
+        def read(data: bytes, template: EventTemplate = template) -> str | None:
             found = template.read(data, 0, len(data))
             return None if found is None else found[2]
 
-        assert read(make(" word", [70000])) == 5
-        assert read(make("", [7])) == 0
-        assert read(make('"\\\n\u20ac\U0001f600', [7])) == 5
+        assert read(make(" word", [70000])) == " word"
+        assert read(make("", [7])) == ""
+        assert read(make('"\\\n\u20ac\U0001f600', [7])) == '"\\\n\u20ac\U0001f600'
         assert read(make("a", [1, 2])) is None
         assert read(make("a", [1], finish="stop")) is None
 
