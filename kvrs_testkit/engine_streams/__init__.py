@@ -1,4 +1,4 @@
-"""What vLLM and SGLang send for chats, recorded from their own code: `recordings` reads it.
+"""Answers of vLLM and SGLang to chats, recorded from their own code: `recordings` reads them.
 
 The files in `recorded/` are made by `record_vllm` and `record_sglang`, each in the environment of
 its engine; README.md has the commands.
@@ -15,7 +15,10 @@ from kvrs_testkit.engine_streams.reading import Answer
 
 DIRECTORY = Path(__file__).with_name("recorded")
 # The same in every file, so that one is like another but for what the engine says.
-HEAD = '{"id":"chatcmpl-recorded","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
+HEAD = (
+    '{"id":"chatcmpl-recorded","object":"chat.completion.chunk",'
+    '"created":1700000000,"model":"tiny",'
+)
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +36,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]  # Of the output; the last one ends it and has no text.
     texts: list[str]  # By id, as a completion by ids has them, without those of special tokens.
     covered: list[int]  # By event: how many ids had been generated when it was sent.
-    whole: msgspec.Raw | None  # The choice of the answer to the same request without a stream.
+    whole: msgspec.Raw  # The choice of the answer to the same request without a stream.
     frames: list[str]
     events: list[msgspec.Raw]  # As written; `data` has them as they are sent.
     name: str = ""
@@ -49,7 +52,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> Answer:
-        """What a client has at the end of the stream."""
+        """The answer that a client has at the end of the stream."""
         return Answer.of(self.data)
 
     @property
@@ -90,7 +93,7 @@ def _all() -> dict[str, Recording]:
 
 
 def expanded(event: msgspec.Raw, frames: Sequence[str], ids: Sequence[int]) -> str:
-    """The event as it is sent: a pair of a frame's number and a delta stands for the frame."""
+    """Return the event as it is sent: a pair of a frame's number and a delta stands for the frame."""
     text = bytes(event).decode()
     if not text.startswith("["):
         return text
@@ -100,7 +103,7 @@ def expanded(event: msgspec.Raw, frames: Sequence[str], ids: Sequence[int]) -> s
 
 
 def shortened(event: str, frames: Sequence[str], ids: Sequence[int]) -> str:
-    """What stands for the event in a file: the opposite of `expanded`."""
+    """Return the text that stands for the event in a file: the opposite of `expanded`."""
     choices = msgspec.json.decode(event, type=dict[str, msgspec.Raw])["choices"]
     for choice in msgspec.json.decode(choices, type=list[dict[str, msgspec.Raw]]):
         for number in range(len(frames)):

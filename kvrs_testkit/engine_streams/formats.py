@@ -3,6 +3,8 @@
 A function takes calls and returns the text that a model writes for them.
 """
 
+# ruff: noqa: RUF001 - the bars in the marks of several models are of full width.
+
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -97,7 +99,10 @@ def dsml(block: str, space: str = "") -> Format:
 
 
 def keys_and_values(
-    start: str = "<tool_call>", end: str = "</tool_call>", sep: str = "\n", within: str | None = None
+    start: str = "<tool_call>",
+    end: str = "</tool_call>",
+    sep: str = "\n",
+    within: str | None = None,
 ) -> Format:
     """The arguments are pairs of tagged keys and tagged values, with `within` between the two."""
     inner = sep if within is None else within
@@ -311,12 +316,12 @@ def muse_glimmer(calls: Sequence[Call]) -> str:
 
 
 def only_arguments(calls: Sequence[Call]) -> str:
-    """What a model writes under a grammar that forces one named function."""
+    """Write a call under a grammar that forces one named function."""
     return _json(calls[0][1])
 
 
 def forced_list(calls: Sequence[Call]) -> str:
-    """What a model writes under a grammar that forces some call."""
+    """Write calls under a grammar that forces some call."""
     return "[" + ", ".join(_objects(calls, "parameters")) + "]"
 
 
@@ -340,3 +345,11 @@ def gcml(calls: Sequence[Call]) -> str:
             )
         lines.append("</｜GCML｜invoke>")
     return "\n".join([*lines, "</｜GCML｜tool_calls>"])
+
+
+def harmony(calls: Sequence[Call]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name}<|constrain|>json<|message|>{_json(arguments)}"
+        "<|call|>"
+        for name, arguments in calls
+    )

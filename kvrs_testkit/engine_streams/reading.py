@@ -17,7 +17,7 @@ class Call:
 
 @dataclass
 class Answer:
-    """What a client has at the end of a stream."""
+    """The answer that a client has at the end of a stream."""
 
     content: str = ""
     reasoning: str = ""

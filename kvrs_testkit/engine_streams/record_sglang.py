@@ -1,8 +1,9 @@
-"""Records what SGLang's own serving layer streams for the scripts, without a model.
+r"""Records what SGLang's own serving layer streams for the scripts, without a model.
 
 Run in an environment with SGLang, in the root of the repository:
 
-    PYTHONPATH=tests/sglang/stand_ins .venv-sglang/bin/python -m kvrs_testkit.engine_streams.record_sglang [NAME ...]
+    PYTHONPATH=tests/sglang/stand_ins .venv-sglang/bin/python \
+        -m kvrs_testkit.engine_streams.record_sglang [NAME ...]
 
 The engine behind the serving layer is replaced: its outputs are the ids of a script, as SGLang's
 own detokenizer turns them into text. The parsers and the generators of the answers are SGLang's.
@@ -20,6 +21,7 @@ from typing import Any
 import sglang
 from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, tool_close_token_ids
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from transformers import PreTrainedTokenizerFast
@@ -29,7 +31,6 @@ from kvrs_testkit.engine_streams.vocabulary import END, end_id, tokenizer
 from kvrs_testkit.engine_streams.writing import (
     Heard,
     asked_for,
-    differences,
     packs,
     same_every_time,
     save,
@@ -75,7 +76,7 @@ def _serving(script: Script, loaded: Any) -> Any:
             model_type=script.reasoning_parser, stream_reasoning=True, tokenizer=loaded
         )
         serving._reasoning_detector = parser.detector
-    serving.is_gpt_oss = False
+    serving.is_gpt_oss = "gpt-oss" in (script.tool_parser, script.reasoning_parser)
     serving.is_gemma4 = "gemma4" in (script.tool_parser, script.reasoning_parser)
     serving.is_minimax_m3 = False
     serving.chat_encoding_spec, serving._encoding_adapter = None, None
@@ -86,7 +87,7 @@ def _serving(script: Script, loaded: Any) -> Any:
 def _request(script: Script, serving: Any, stream: bool) -> Any:
     """The request, with the changes that the server makes before it generates."""
     request = ChatCompletionRequest.model_validate(script.asked | {"stream": stream})
-    if serving.is_gemma4 or serving._tool_call_parsing_active(request):
+    if serving.is_gpt_oss or serving.is_gemma4 or serving._tool_call_parsing_active(request):
         request.skip_special_tokens = False
     serving._patch_reasoning_skip_special_tokens(request)
     return request
@@ -129,7 +130,7 @@ def _outputs(script: Script, request: Any, loaded: Any) -> Iterator[dict[str, An
     manager: Any = object.__new__(DetokenizerManager)
     manager.decode_status, manager.vocab_size, manager.tokenizer = {}, None, loaded
     manager.disable_tokenizer_batch_decode = True
-    manager.is_tool_call_parser_gpt_oss = False
+    manager.is_tool_call_parser_gpt_oss = script.tool_parser == "gpt-oss"
     manager.tool_close_token_ids = tool_close_token_ids(script.tool_parser, loaded)
     text, given = "", 0
     for piece in packs(written.ids, script.tokens_per_event):
@@ -161,15 +162,23 @@ def _outputs(script: Script, request: Any, loaded: Any) -> Iterator[dict[str, An
         }
 
 
+def registered() -> dict[str, list[str]]:
+    """The names of SGLang's parsers."""
+    return {
+        "tools": sorted(FunctionCallParser.ToolCallParserEnum),
+        "thought": sorted(ReasoningParser.DetectorMap),
+    }
+
+
 def main() -> None:
-    """Record the scripts that are named, or all of SGLang's."""
+    """Record the scripts that are named, or all of SGLang's; with `--parsers` print their names."""
+    if sys.argv[1:] == ["--parsers"]:
+        print(json.dumps(registered()))
+        return
     with tempfile.TemporaryDirectory() as directory:
         loaded = loaded_tokenizer(Path(directory))
         for script in asked_for("sglang", sys.argv[1:]):
-            heard = record(script, loaded)
-            for each in differences(script, heard.events):
-                print(f"{script.name}: {each}")
-            save(script, heard)
+            save(script, record(script, loaded))
 
 
 if __name__ == "__main__":

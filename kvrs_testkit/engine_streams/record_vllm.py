@@ -25,6 +25,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser import ParserManager
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from kvrs_testkit.engine_streams.scripts import Script
@@ -32,7 +34,6 @@ from kvrs_testkit.engine_streams.vocabulary import END, end_id, tokenizer
 from kvrs_testkit.engine_streams.writing import (
     Heard,
     asked_for,
-    differences,
     packs,
     same_every_time,
     save,
@@ -56,7 +57,7 @@ def record(script: Script, loaded: Any) -> Heard:
 
 
 def _serving(script: Script, loaded: Any) -> Any:
-    """vLLM's handler of chats without an engine behind it: only what its answers depend on."""
+    """The handler of chats of vLLM without an engine behind it: only what its answers depend on."""
     serving: Any = object.__new__(OpenAIServingChat)
     serving.model_config = SimpleNamespace(
         model="tiny",
@@ -182,15 +183,23 @@ async def _outputs(script: Script, request: Any, loaded: Any) -> AsyncIterator[A
         )
 
 
+def registered() -> dict[str, list[str]]:
+    """The names of vLLM's parsers."""
+    return {
+        "tools": sorted(ToolParserManager.list_registered()),
+        "thought": sorted(ReasoningParserManager.list_registered()),
+    }
+
+
 def main() -> None:
-    """Record the scripts that are named, or all of vLLM's."""
+    """Record the scripts that are named, or all of vLLM's; with `--parsers` print their names."""
+    if sys.argv[1:] == ["--parsers"]:
+        print(json.dumps(registered()))
+        return
     with tempfile.TemporaryDirectory() as directory:
         loaded = loaded_tokenizer(Path(directory))
         for script in asked_for("vllm", sys.argv[1:]):
-            heard = record(script, loaded)
-            for each in differences(script, heard.events):
-                print(f"{script.name}: {each}")
-            save(script, heard)
+            save(script, record(script, loaded))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Spells scripts in ids, and writes recordings to files: what both recorders share."""
 
 import json
+import os
 import random
 import re
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from kvrs_testkit.engine_streams import DIRECTORY, HEAD, shortened
-from kvrs_testkit.engine_streams.reading import Answer
 from kvrs_testkit.engine_streams.scripts import SCRIPTS, Engine, Script
 from kvrs_testkit.engine_streams.vocabulary import end_id, tokenizer
 
@@ -27,6 +27,7 @@ FRAMES = {
         '{"choices":[{"index":0,"delta":DELTA,"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}',
     ],
 }
+INTO = "KVRS_RECORD_INTO"  # Directory for recordings that are only to be compared.
 # SGLang's package imports what only a GPU has, for which the stand-ins of its tests do.
 _BEFORE = {"vllm": "", "sglang": "PYTHONPATH=tests/sglang/stand_ins "}
 _ENVELOPE = re.compile(
@@ -36,7 +37,7 @@ _ENVELOPE = re.compile(
 
 @dataclass
 class Heard:
-    """What an engine said to one script."""
+    """The answers of an engine to one script."""
 
     version: str
     events: list[str] = field(default_factory=list)  # Their data, without `[DONE]`.
@@ -119,25 +120,10 @@ def as_file(script: Script, heard: Heard) -> str:
     return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in fields.items()) + "\n}\n"
 
 
-def save(script: Script, heard: Heard, directory: Path = DIRECTORY) -> Path:
-    """Write the recording of a script."""
-    path = directory / f"{script.name}.json"
-    path.write_text(as_file(script, heard), encoding="utf-8")
-    return path
-
-
-def differences(script: Script, events: Iterable[str]) -> list[str]:
-    """What a client of the stream would have otherwise than the script says."""
-    answer = Answer.of(events)
-    found = []
-    for what, said, meant in (
-        ("content", answer.content.strip(), script.content.strip()),
-        ("reasoning", answer.reasoning.strip(), script.reasoning.strip()),
-        ("calls", answer.parsed_calls(), list(script.calls)),
-    ):
-        if said != meant:
-            found.append(f"{what} {said!r} instead of {meant!r}")
-    return found
+def save(script: Script, heard: Heard) -> None:
+    """Write the recording of a script, where the environment says so not beside the kept ones."""
+    directory = Path(os.environ.get(INTO, DIRECTORY))
+    (directory / f"{script.name}.json").write_text(as_file(script, heard), encoding="utf-8")
 
 
 def _behind_head(event: str) -> str:
