@@ -93,7 +93,7 @@ def _all() -> dict[str, Recording]:
 
 
 def expanded(event: msgspec.Raw, frames: Sequence[str], ids: Sequence[int]) -> str:
-    """Return the event as it is sent: a pair of a frame's number and a delta stands for the frame."""
+    """Return the event as it is sent, whether it is written in full or as a pair."""
     text = bytes(event).decode()
     if not text.startswith("["):
         return text
