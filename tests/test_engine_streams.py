@@ -42,7 +42,7 @@ def test_recordings_stay_small() -> None:
 
 
 def test_a_file_without_its_command_is_refused(tmp_path: Path) -> None:
-    """What no command makes cannot be made again for the next version of the engine."""
+    """A file that no command makes cannot be made again for the next version of the engine."""
     fields = msgspec.json.decode((DIRECTORY / f"{ALL[0]}.json").read_bytes())
     del fields["command"]
     (tmp_path / "x.json").write_bytes(msgspec.json.encode(fields))
