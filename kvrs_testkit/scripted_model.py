@@ -230,19 +230,23 @@ class Step:
 class Writer:
     """Turns the output ids of one attempt into steps, as engines of ours do.
 
-    A plain engine (not `exact`) takes the history for a prompt.
+    A plain engine (not `exact`) takes the history for a prompt. `tokenizer` and `end_id` are those
+    of another vocabulary than that of the plays.
     """
 
-    def __init__(self, parsed: CompletionRequest | ChatRequest, exact: bool) -> None:
+    def __init__(
+        self,
+        parsed: CompletionRequest | ChatRequest,
+        exact: bool,
+        tokenizer: Tokenizer | None = None,
+        end_id: int | None = None,
+    ) -> None:
         self._parsed = parsed
-        self._end_ids = (
-            {*parsed.stop_token_ids}
-            if parsed.ignore_eos
-            else {*parsed.stop_token_ids, vocabulary().end_id}
-        )
+        end_id = vocabulary().end_id if end_id is None else end_id
+        self._end_ids = {*parsed.stop_token_ids} | (set() if parsed.ignore_eos else {end_id})
         self._produced = 0
         self._is_exact = exact
-        self._machine = OutputText(vocabulary().tokenizer, parsed.stop_strings)
+        self._machine = OutputText(tokenizer or vocabulary().tokenizer, parsed.stop_strings)
 
     def write(self, token_id: int) -> Step:
         self._produced += 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrs.net.connections import ConnectionLimits, PortConnection
-from kvrs.net.http import inner_server
+from kvrs.net.http import PieceWriter, inner_server
 from kvrs.net.routes import Handler, Request, Response, Routes
 from kvrs.net.server import HttpServer
 from kvrs.protocol.secrets import Scope, scoped_keys
@@ -18,6 +18,27 @@ from kvrs_testkit.memory_loop import MemoryLoop
 
 SECRET = b"a secret of the tests"
 _PIDS = itertools.count(1000)
+
+
+class DyingWriter(PieceWriter):
+    """Writes a stream's body, which may end behind any byte, as that of a process that dies."""
+
+    def __init__(self, request: Request, content_type: str, server: "ScriptedServer") -> None:
+        super().__init__(request, content_type)
+        self._server, self._written = server, 0
+
+    async def write(self, data: bytes) -> None:
+        """Raises ConnectionResetError: the stream has died, or its client has left."""
+        dies_at = self._server.dies_at_byte
+        if dies_at is None or self._written + len(data) < dies_at:
+            self._written += len(data)
+            await super().write(data)
+            return
+        self._server.dies_at_byte = None
+        if rest := data[: dies_at - self._written]:
+            await super().write(rest)
+        self.transport.close()  # Sends first what was written.
+        raise ConnectionResetError("the stream has died")
 
 
 @dataclass(eq=False)
@@ -35,6 +56,8 @@ class ScriptedServer:
     calls: list[str] = field(default_factory=list)
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     host: str = "127.0.0.1"
+    # Bytes of a stream's body behind which its connection closes, once.
+    dies_at_byte: int | None = None
     _port: HttpServer | None = None
     _kept: socket.socket | None = None  # Bound at its port while it does not listen there.
     _connections: set[PortConnection] = field(default_factory=set)

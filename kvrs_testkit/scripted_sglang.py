@@ -23,9 +23,11 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
+from kvrs_testkit.engine_streams import Recording
+from kvrs_testkit.engine_streams.playing import Player
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Step, Writer, choice_of, ids_of, rendered, token_after
-from kvrs_testkit.scripted_server import ScriptedServer
+from kvrs_testkit.scripted_server import DyingWriter, ScriptedServer
 
 PAGE = 16
 _STARTS = itertools.count(1)
@@ -83,6 +85,9 @@ class ScriptedSglang(ScriptedServer):
     reused_tokens: int = 0  # Of each prompt, that its prefix cache is to have had.
     # Outputs that it was to generate again.
     replayed: list[list[int]] = field(default_factory=list)
+    # The answer to each streamed or whole chat, and to completions that continue it.
+    recording: Recording | None = None
+    differs_at: int | None = None  # Position in that at which it generates another token.
     # By bootstrap address, the start of the prefill server that decode has met there first.
     met: dict[str, int] = field(default_factory=dict)
 
@@ -164,7 +169,7 @@ class ScriptedSglang(ScriptedServer):
         self.bodies.append(body)
         if "messages" in body:
             chat = parse_chat_request(msgspec.json.encode({"messages": body["messages"]}))
-            tokens = rendered(chat)
+            tokens = self._history(chat)
         else:
             tokens = ids_of(body["prompt"])
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
@@ -218,7 +223,7 @@ class ScriptedSglang(ScriptedServer):
     async def _prefill(
         self, request: Request, parsed: CompletionRequest | ChatRequest, room: Room
     ) -> Response:
-        history = _history(parsed)
+        history = self._history(parsed)
         writer = PieceWriter(request, "text/event-stream; charset=utf-8")
         await room.joined.wait()
         await self._paused(self.script.compute_s)
@@ -239,24 +244,61 @@ class ScriptedSglang(ScriptedServer):
         parsed: CompletionRequest | ChatRequest,
         room: Room | None,
     ) -> Response:
-        history = _history(parsed)
+        history = self._history(parsed)
+        player = None if self.recording is None else Player(self.recording, self.differs_at)
+        place = None if player is None else player.place(history)
+        if player is not None and player.plays(parsed) and not parsed.stream:
+            if room is not None:
+                await room.sent.wait()
+            return _json(player.whole(model=self.model, returns_ids=False))
         prompt, position = list(history), len(history) - self.script.prompt_tokens
-        writer = PieceWriter(request, "text/event-stream; charset=utf-8")
+        writer = DyingWriter(request, "text/event-stream; charset=utf-8", self)
         if room is not None:
             await room.sent.wait()
         text, is_over = Writer(parsed, exact=False), False
+        if player is not None and place is not None:
+            if player.plays(parsed):
+                return await self._play(request, writer, player, parsed)
+            position = place
+            shows_special = self.bodies[-1].get("skip_special_tokens") is False
+            text = player.writer(parsed, shows_special=shows_special)
         while not is_over:
             if self.script.gate is not None and position >= self.script.gate_at:
                 await self.script.gate.wait()
             if (fault := self.script.faults.pop(position, None)) is not None:
                 return await _break(request, writer, fault, self.model)
-            step = text.write(token_after(history))
+            token = None if player is None else player.next_token(history)
+            step = text.write(token_after(history) if token is None else token)
             history.append(step.token_id)
             position += 1
             is_over = step.finish_reason is not None
             await self._paused(self.script.pause_s)
             first = {"prompt_token_ids": prompt} if len(history) == len(prompt) + 1 else {}
             await writer.write(_event(self.model, _choice(parsed, step, is_over) | first))
+        await writer.write(DONE)
+        return writer.end()
+
+    def _history(self, parsed: CompletionRequest | ChatRequest) -> list[int]:
+        if self.recording is not None and isinstance(parsed, ChatRequest):
+            return list(self.recording.prompt_ids)
+        return _history(parsed)
+
+    async def _play(
+        self, request: Request, writer: PieceWriter, player: Player, parsed: ChatRequest
+    ) -> Response:
+        for event in player.events(model=self.model, returns_ids=True, number=len(self.bodies)):
+            if self.script.gate is not None and event.behind > self.script.gate_at:
+                await self.script.gate.wait()
+            for at in range(event.first, event.behind):
+                if (fault := self.script.faults.pop(at, None)) is not None:
+                    return await _break(request, writer, fault, self.model)
+            await self._paused(self.script.pause_s)
+            await writer.write(event.data)
+        if parsed.wants_usage:
+            counts = player.usage
+            await writer.write(
+                _usage(self.model, counts["prompt_tokens"], 0, counts["completion_tokens"])
+            )
         await writer.write(DONE)
         return writer.end()
 
@@ -300,8 +342,8 @@ def _event(model: str, choice: dict[str, Any]) -> bytes:
     return sse(msgspec.json.encode(event | {"choices": [choice], "usage": None}))
 
 
-def _usage(model: str, tokens: int, cached: int) -> bytes:
-    usage = usage_of(tokens, 1, cached)
+def _usage(model: str, tokens: int, cached: int, made: int = 1) -> bytes:
+    usage = usage_of(tokens, made, cached)
     event = {"id": "c0ffee", "object": "text_completion", "created": 7, "model": model}
     return sse(msgspec.json.encode(event | {"choices": [], "usage": usage}))
 

@@ -26,6 +26,8 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
+from kvrs_testkit.engine_streams import Recording
+from kvrs_testkit.engine_streams.playing import Player
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import (
     Arithmetic,
@@ -36,7 +38,7 @@ from kvrs_testkit.scripted_model import (
     rendered,
     token_after,
 )
-from kvrs_testkit.scripted_server import ScriptedServer
+from kvrs_testkit.scripted_server import DyingWriter, ScriptedServer
 from kvrs_testkit.scripted_store import StoreClient
 
 PAGE = 16
@@ -147,6 +149,9 @@ class ScriptedVllm(ScriptedServer):
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
     count: int | None = None  # Of tokens, which such an answer has beside that.
     dies_passing: bool = False  # Once: the process ends with the request.
+    # The answer to each streamed or whole chat, and to completions that continue it.
+    recording: Recording | None = None
+    differs_at: int | None = None  # Position in that at which it generates another token.
 
     def add_routes(self, routes: Routes) -> None:
         routes.add("GET", "/health", self._health)
@@ -278,7 +283,7 @@ class ScriptedVllm(ScriptedServer):
         }
         parse = parse_chat_request if "messages" in fields else parse_completion_request
         parsed = parse(msgspec.json.encode(fields), VLLM)
-        if self.denies is not None and len(_history(parsed)) > self.denies_beyond_tokens:
+        if self.denies is not None and len(self._history(parsed)) > self.denies_beyond_tokens:
             return _json({"detail": "not for you"}, self.denies)
         transfer = self.bodies[-1].get("kv_transfer_params")
         salt = self.bodies[-1].get("cache_salt")
@@ -339,18 +344,18 @@ class ScriptedVllm(ScriptedServer):
         """
         if self.store is None:
             return parsed, True
-        found, is_right = self.store.load(salt, _history(parsed))
+        found, is_right = self.store.load(salt, self._history(parsed))
         return parsed if is_right else _spoilt(parsed), not (found and self.store.fails)
 
     def _one_token(self, parsed: CompletionRequest | ChatRequest, salt: str | None) -> Response:
-        history = _history(parsed)
+        history = self._history(parsed)
         self.cached[salt, tuple(history)] = None
         choice = {"index": 0, "text": "x", "finish_reason": "length", "token_ids": [1]}
         usage = {"prompt_tokens": len(history), "completion_tokens": 1}
         return _json({"choices": [choice | {"prompt_token_ids": history}], "usage": usage})
 
     def _prefill(self, parsed: CompletionRequest | ChatRequest) -> Response:
-        history = _history(parsed)
+        history = self._history(parsed)
         name = f"cmpl-{len(self.bodies)}-{self.engine}"
         self.script.hand_offs[name] = history
         transfer: dict[str, Any] = {
@@ -395,16 +400,16 @@ class ScriptedVllm(ScriptedServer):
         if self.in_one_piece and not parsed.stream:
             return self._one_token(parsed, salt)
         parsed, is_loaded = self._from_store(parsed, salt)
-        history = _history(parsed)
+        history = self._history(parsed)
         if self.queue is not None:
             await self._wait_in_queue(self.queue, transfer)
-        script, position = self.script, len(history) - self.script.prompt_tokens
+        script, position = self.script, self._position(history)
         if script.faults.get(position) is Fault.EMPTY:
             del script.faults[position]
             return Response(200, b"")
         if not self.bodies[-1].get("stream", True) and isinstance(parsed, ChatRequest):
             return await self._whole(request, parsed, history, position, transfer)
-        writer = PieceWriter(request, "text/event-stream; charset=utf-8")
+        writer = DyingWriter(request, "text/event-stream; charset=utf-8", self)
         if not is_loaded or (transfer is not None and not self._pull(history, transfer)):
             await writer.write(_error("Internal server error") + DONE)
             return writer.end()
@@ -432,6 +437,8 @@ class ScriptedVllm(ScriptedServer):
     ) -> Response:
         """A chat's answer in one piece: its parser of these has another message than a stream."""
         assert transfer is None or self._pull(history, transfer)
+        if (player := self._player) is not None and player.plays(parsed):
+            return await self._whole_played(request, parsed, player)
         prompt, texts, ids, finish_reason = [*history], [], [], None
         async for event in self._events(parsed, history, position, []):
             if isinstance(event, Fault):
@@ -474,6 +481,8 @@ class ScriptedVllm(ScriptedServer):
     def _next_token(
         self, parsed: CompletionRequest | ChatRequest, history: list[int], begun_with: int
     ) -> int:
+        if self._player is not None and (token := self._player.next_token(history)) is not None:
+            return token
         if self.arithmetic is None:
             return token_after(history)
         seed = None
@@ -502,7 +511,11 @@ class ScriptedVllm(ScriptedServer):
     ) -> AsyncIterator[bytes | Fault]:
         if isinstance(parsed, ChatRequest) and parsed.max_tokens is None:
             parsed = msgspec.structs.replace(parsed, max_tokens=self.default_tokens)
-        script, writer, prompt = self.script, Writer(parsed, False), list(history)
+        if (player := self._player) is not None and player.plays(parsed):
+            async for played in self._played(parsed, player, known):
+                yield played
+            return
+        script, writer, prompt = self.script, self._writer(parsed, history), list(history)
         begun_with = len(history)
         made: list[Step] = []
         while not made or made[-1].finish_reason is None:
@@ -539,6 +552,64 @@ class ScriptedVllm(ScriptedServer):
             beside = BESIDE_USAGE if self.says_more else {}
             yield _event([], usage, model=parsed.model or self.model, **beside)
         yield DONE
+
+    # Recordings.
+
+    @property
+    def _player(self) -> Player | None:
+        return None if self.recording is None else Player(self.recording, self.differs_at)
+
+    def _history(self, parsed: CompletionRequest | ChatRequest) -> list[int]:
+        if self.recording is not None and isinstance(parsed, ChatRequest):
+            return list(self.recording.prompt_ids)
+        return _history(parsed)
+
+    def _position(self, history: list[int]) -> int:
+        """Number of output tokens in a history."""
+        place = None if self._player is None else self._player.place(history)
+        return len(history) - self.script.prompt_tokens if place is None else place
+
+    def _writer(self, parsed: CompletionRequest | ChatRequest, history: list[int]) -> Writer:
+        if self._player is None or self._player.place(history) is None:
+            return Writer(parsed, False)
+        shows_special = self.bodies[-1].get("skip_special_tokens") is False
+        return self._player.writer(parsed, shows_special=shows_special)
+
+    async def _played(
+        self, parsed: ChatRequest, player: Player, known: list[int]
+    ) -> AsyncIterator[bytes | Fault]:
+        returns_ids, model = parsed.return_token_ids, parsed.model or self.model
+        for event in player.events(
+            model=model, returns_ids=returns_ids, number=len(self.bodies), known=known
+        ):
+            if self.tokens is not None:
+                self.tokens += event.behind - event.first
+            if self.script.gate is not None and event.behind > self.script.gate_at:
+                await self.script.gate.wait()
+            for at in range(event.first, event.behind):
+                if (fault := self.script.faults.pop(at, None)) is not None:
+                    yield fault
+                    return
+            yield event.data
+        if parsed.wants_usage:
+            yield _event([], player.usage, model=model)
+        yield DONE
+
+    async def _whole_played(
+        self, request: Request, parsed: ChatRequest, player: Player
+    ) -> Response:
+        async for event in self._played(parsed, player, []):
+            if isinstance(event, Fault):
+                request.connection.abort()
+                return Response()
+            await asyncio.sleep(self.script.pause_s)
+        return _json(
+            player.whole(
+                model=parsed.model or self.model,
+                returns_ids=parsed.return_token_ids,
+                number=len(self.bodies),
+            )
+        )
 
     def _as_made(
         self, parsed: CompletionRequest | ChatRequest, choice: dict[str, Any]
