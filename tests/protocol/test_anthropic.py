@@ -14,10 +14,10 @@ from kvrs.protocol.anthropic import (
     MessageTranslator,
     chat_of,
     count_of,
-    error_of,
     message_of,
     prompt_of,
 )
+from kvrs.protocol.anthropic_errors import error_of
 from tests.protocol.test_openai_responses import chat_events, chats
 
 USER = {"role": "user", "content": "u"}
