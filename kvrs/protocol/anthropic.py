@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import RequestError, UndecodableError
-from kvrs.protocol.anthropic_errors import error_event
+from kvrs.protocol.anthropic_errors import error_event, fault_event
 from kvrs.protocol.openai.calls import (
-    Call,
+    BegunCall,
     CallLog,
     CallPiece,
     Event,
@@ -18,7 +18,7 @@ from kvrs.protocol.openai.calls import (
     chunk_of,
     made_of,
 )
-from kvrs.protocol.openai.chunks import UNDECODABLE, ReceivedChoice, Usage
+from kvrs.protocol.openai.chunks import ReceivedChoice, Usage
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.openai.translated import (
@@ -278,7 +278,7 @@ class MessageTranslator:
         # Reason why the chat cannot be translated any further; None: it can.
         self.fault: str | None = None
         # Open content block: its kind, or its tool call; None: no block is open.
-        self._block: str | Call | None = None
+        self._block: str | BegunCall | None = None
         self._index = -1  # Index of the latest block.
         self._finish: ReceivedChoice | None = None
         self._calls = CallLog()
@@ -305,16 +305,19 @@ class MessageTranslator:
         """Return the message's last events, after the chat's stream is complete; those of a chat
         with a fault are an error.
         """
-        events = [] if self.fault is not None else self._made(self._close())
-        if self.fault is not None:
-            error = {"message": self.fault, "type": "server_error", "code": UNDECODABLE}
-            return [*events, error_event(error)]
-        finish, called = self._finish or ReceivedChoice(), bool(self._calls.calls)
+        events = self._made(self._ended())
+        return events if self.fault is None else [fault_event(self.fault)]
+
+    def _ended(self) -> Iterable[Event]:
+        if (finish := self._finish) is None:
+            raise UndecodableError("the chat ended without a finish reason")
+        yield from self._close()
+        called = bool(self._calls.calls)
         reason, sequence = _stop(finish.finish_reason, finish.stop_reason, calls=called)
         ended = {"stop_reason": reason, "stop_sequence": sequence}
         usage = _usage(self._usage or Usage(0, 0, 0))
-        events.append({"type": "message_delta", "delta": ended, "usage": usage})
-        return [*events, {"type": "message_stop"}]
+        yield {"type": "message_delta", "delta": ended, "usage": usage}
+        yield {"type": "message_stop"}
 
     def _made(self, events: Iterable[Event]) -> list[Event]:
         made, fault = made_of(events)
@@ -347,7 +350,7 @@ class MessageTranslator:
             self._finish = choice
             self._check_complete()
 
-    def _add(self, block: str | Call, begun: Fields, delta: Fields) -> Iterable[Event]:
+    def _add(self, block: str | BegunCall, begun: Fields, delta: Fields) -> Iterable[Event]:
         if block != self._block:
             yield from self._close()
             self._block = block
@@ -360,13 +363,13 @@ class MessageTranslator:
         did not end before the call.
         """
         is_cut = self._finish is not None and self._finish.finish_reason in _FINISHES
-        if isinstance(self._block, Call) and not is_cut:
+        if isinstance(self._block, BegunCall) and not is_cut:
             self._block.check_complete()
 
     def _close(self) -> Iterable[Event]:
         if self._block is not None:
             self._check_complete()
-            if isinstance(self._block, Call):
+            if isinstance(self._block, BegunCall):
                 self._block.close()
             self._block = None
             yield {"type": "content_block_stop", "index": self._index}

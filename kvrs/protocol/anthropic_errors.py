@@ -25,6 +25,7 @@ _OF_STATUS = {
 # would come again has another type.
 _OF_CODE = {
     "denied": "api_error",
+    "superseded": "api_error",  # The client itself goes on with the stream, at another proxy.
     "poison": "api_error",
     NOT_A_NUMBER: "api_error",
     UNDECODABLE: "api_error",
@@ -48,3 +49,8 @@ def error_event(error: Any) -> Event:
     message, kind, code = read_error(error)
     ended = _OF_CODE.get(code) or _OF_KIND.get(kind, "invalid_request_error")
     return {"type": "error", "error": {"type": ended, "message": message}}
+
+
+def fault_event(fault: str) -> Event:
+    """Return the event with which a stream ends whose chat cannot be translated."""
+    return error_event({"message": fault, "type": "server_error", "code": UNDECODABLE})

@@ -46,7 +46,7 @@ class CallPiece(msgspec.Struct, gc=False):
 
 
 @dataclass(slots=True)
-class Call:
+class BegunCall:
     """A tool call, as far as its pieces have come. `pieces` are those of its arguments."""
 
     index: int
@@ -80,10 +80,10 @@ class CallLog:
     """Puts the calls of one stream together, by their indices."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, BegunCall] = {}
         self._left_bytes = _MOST_ARGUMENT_BYTES
 
-    def take(self, raw: msgspec.Raw) -> tuple[Call, str]:
+    def take(self, raw: msgspec.Raw) -> tuple[BegunCall, str]:
         """Add a piece; return its call, and what it adds to the arguments.
 
         Raises:
@@ -95,7 +95,7 @@ class CallLog:
             raise UndecodableError("the engine sent a malformed tool call") from None
         index, arguments = piece.index or 0, piece.arguments
         if (call := self.calls.get(index)) is None:
-            call = self.calls[index] = Call(index)
+            call = self.calls[index] = BegunCall(index)
         if call.is_closed and arguments:
             raise UndecodableError("the engine sent a piece of a tool call that was closed before")
         call.id, call.type = call.id or piece.id or "", call.type or piece.type or ""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import RequestError, UndecodableError
-from kvrs.protocol.openai.calls import Call, CallLog, Event, chunk_of, made_of, read_error
+from kvrs.protocol.openai.calls import BegunCall, CallLog, Event, chunk_of, made_of, read_error
 from kvrs.protocol.openai.chunks import ReceivedChoice
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.openai.translated import (
@@ -233,7 +233,7 @@ class _Item:
     kind: str
     id: str
     index: int
-    call: Call | None = None
+    call: BegunCall | None = None
     texts: list[str] = field(default_factory=list)
     status: str = "in_progress"
 
@@ -368,6 +368,8 @@ class Translator:
             yield from self._take(choice)
 
     def _finished(self) -> Iterable[Event]:
+        if self._finish_reason is None:
+            raise UndecodableError("the chat ended without a finish reason")
         yield from self._close()
         if not self._items:
             yield from self._open("message")
@@ -410,7 +412,7 @@ class Translator:
             kind = "response.function_call_arguments.delta"
             yield self._event(kind, **self._place(item), delta=arguments)
 
-    def _open(self, kind: str, call: Call | None = None) -> Iterable[Event]:
+    def _open(self, kind: str, call: BegunCall | None = None) -> Iterable[Event]:
         yield from self._close()
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
         index = len(self._items)
