@@ -312,8 +312,8 @@ class MessageTranslator:
         if (finish := self._finish) is None:
             raise UndecodableError("the chat ended without a finish reason")
         yield from self._close()
-        called = bool(self._calls.calls)
-        reason, sequence = _stop(finish.finish_reason, finish.stop_reason, calls=called)
+        calls = bool(self._calls.calls)
+        reason, sequence = _stop(finish.finish_reason, finish.stop_reason, calls=calls)
         ended = {"stop_reason": reason, "stop_sequence": sequence}
         usage = _usage(self._usage or Usage(0, 0, 0))
         yield {"type": "message_delta", "delta": ended, "usage": usage}
@@ -359,8 +359,8 @@ class MessageTranslator:
         yield {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _check_complete(self) -> None:
-        """Raise UndecodableError: the open block is a call that is not complete, though the chat
-        did not end before the call.
+        """Raise UndecodableError: the open block is a call that is not complete, and no limit has
+        cut the chat.
         """
         is_cut = self._finish is not None and self._finish.finish_reason in _FINISHES
         if isinstance(self._block, BegunCall) and not is_cut:
@@ -409,10 +409,8 @@ _COUNT = msgspec.json.Decoder(_Count)
 
 
 def message_of(completion: bytes) -> bytes:
-    """Return the body of the message that a whole chat completion is.
-
-    Raises:
-        UndecodableError: it is no chat completion, or a call of it is not complete.
+    """Return the body of the message that a whole chat completion is. Raises UndecodableError: it
+    is no chat completion, or a call of it is not complete.
     """
     try:
         chat = _CHAT.decode(completion)
@@ -425,9 +423,8 @@ def message_of(completion: bytes) -> bytes:
     if said.content:
         content.append({"type": "text", "text": said.content})
     calls = said.tool_calls or []
-    is_cut = choice.finish_reason in _FINISHES
     for call in calls:
-        given = _input(call.arguments, is_cut=is_cut)
+        given = _input(call.arguments, is_cut=choice.finish_reason in _FINISHES)
         content.append(_tool_use(call.id or "", call.said.name or "", given))
     reason, sequence = _stop(choice.finish_reason, choice.stop_reason, calls=bool(calls))
     return msgspec.json.encode(_message(chat, content, reason, sequence, chat.usage))
@@ -490,9 +487,7 @@ def _tool_use(call_id: str, name: str, given: Fields) -> Fields:
 def _input(arguments: str, *, is_cut: bool) -> Fields:
     """Return a call's arguments. Those that are no JSON object in a chat that was cut, by
     `max_tokens`, are kept as text, because a call without arguments may be another valid call.
-
-    Raises:
-        UndecodableError: they are no JSON object, and the chat was not cut.
+    Raises UndecodableError: they are no JSON object, and the chat was not cut.
     """
     try:
         return arguments_of(arguments)

@@ -10,7 +10,6 @@ from pydantic import TypeAdapter
 
 from kvrs.errors import RequestError, UndecodableError
 from kvrs.protocol.anthropic import (
-    Event,
     MessageTranslator,
     chat_of,
     count_of,
@@ -18,6 +17,7 @@ from kvrs.protocol.anthropic import (
     prompt_of,
 )
 from kvrs.protocol.anthropic_errors import error_of
+from kvrs.protocol.openai.calls import Event
 from tests.protocol.test_openai_responses import BROKEN_CALLS, chat_events, chats
 
 USER = {"role": "user", "content": "u"}

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
+from kvrs.protocol.openai.calls import Event
 from kvrs.protocol.openai.responses import (
-    Event,
     Stored,
     Tokens,
     Translator,
@@ -45,8 +45,8 @@ _parts = st.lists(
 
 @st.composite
 def _chats(draw: st.DrawFn) -> list[tuple[str | int, str]]:
-    """What each event of a chat adds: text, reasoning, or a piece of the arguments of a call, by
-    its index.
+    """The pieces that the events of a chat add: text, reasoning, or a part of the arguments of a
+    call, by its index.
     """
     pieces: list[tuple[str | int, str]] = []
     calls = 0
@@ -179,7 +179,7 @@ def test_a_call_that_a_limit_cuts_is_incomplete(finish: str, reason: str) -> Non
 def test_a_call_that_is_not_complete_fails_the_response(
     pieces: list[tuple[str | int, str]],
 ) -> None:
-    """Whether the chat ends, another item begins, or a piece comes after the call's end."""
+    """The same is true if the chat ends, another item begins, or a piece comes too late."""
     *events, last = events_of(chat_events(pieces))
 
     done = [event["item"] for event in events if event["type"] == DONE]
