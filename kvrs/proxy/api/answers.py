@@ -25,7 +25,7 @@ def refusal(failure: Failed) -> Response:
     headers = _NO_HEADERS
     if failure.retry_after_s is not None:
         headers = {"Retry-After": retry_after(failure.retry_after_s)}
-    elif failure.rejected and failure.status >= 500:
+    elif failure.status >= 500 and (failure.rejected or failure.is_final):
         # OpenAI's clients would repeat the request after a 5xx without this header.
         headers = {"X-Should-Retry": "false"}
     return json_response(failure.body, failure.status, headers)

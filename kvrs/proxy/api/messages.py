@@ -142,7 +142,5 @@ def _translated(response: Response, translate: Callable[[bytes], bytes]) -> Resp
     try:
         response.body = translate(response.body)
     except UndecodableError as error:
-        response = refusal(undecodable(error))
-        # Clients repeat a request after a 5xx without this header.
-        response.headers["X-Should-Retry"] = "false"
+        return refusal(undecodable(error))
     return response

@@ -27,6 +27,7 @@ class Failed(msgspec.Struct, frozen=True):
     body: bytes
     retry_after_s: float | None = None
     rejected: bool = False  # The request is at fault, not an instance or the proxy.
+    is_final: bool = False  # Clients must not repeat the request, though none is at fault.
 
 
 Outcome = Complete | Failed
@@ -37,7 +38,8 @@ CLIENT_GONE = Failed(499, error_body("the client is gone", kind="client_gone"))
 
 def undecodable(error: UndecodableError) -> Failed:
     """Return the failure of a stream whose output cannot be passed on in the form of its API."""
-    return Failed(502, error_body(str(error), kind="server_error", code=UNDECODABLE))
+    body = error_body(str(error), kind="server_error", code=UNDECODABLE)
+    return Failed(502, body, is_final=True)
 
 
 def failed_by(error: ClientGoneError | UndecodableError) -> Failed:

@@ -178,7 +178,7 @@ async def test_a_message_that_cannot_go_on_ends_with_an_error(
             await stream.until_done()
         snapshot = stream.current_message_snapshot
 
-    assert failed.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+    assert failed.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
     assert snapshot.content
     assert snapshot.stop_reason is None
 

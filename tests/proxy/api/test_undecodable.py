@@ -1,0 +1,167 @@
+"""Output that a message or a response cannot express: its client gets an error with a reason, no
+instance is blamed, and nothing is tried again.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
+from tests.proxy.conftest import ProxyClusterBuilder
+
+MESSAGE: dict[str, Any] = {
+    "model": "scripted",
+    "max_tokens": 90,
+    "messages": [{"role": "user", "content": "play latin."}],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+}
+RESPONSE: dict[str, Any] = {
+    "model": "scripted",
+    "input": "play latin.",
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+}
+CHAT = MESSAGE | {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
+
+def call(index: Any = 0, **function: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "id": "c", "type": "function", "function": function}]}
+
+
+BEGUN = [{"content": "Look."}, call(name="f", arguments='{"private":')]
+# Messages that end with such an event, and the reason that their clients get.
+BROKEN: dict[str, Any] = {
+    "not complete": ([*BEGUN, {}], "not a JSON object"),
+    "another block": ([*BEGUN, {"content": "and"}, {}], "not a JSON object"),
+    "malformed": ([*BEGUN, {"tool_calls": [{"index": 0, "id": ["private"]}]}, {}], "malformed"),
+}
+
+
+@pytest.fixture(params=BROKEN)
+async def broken(build: ProxyClusterBuilder, request: pytest.FixtureRequest) -> ProxyCluster:
+    def prepare(instances: Any) -> None:
+        for instance in instances.values():
+            instance.capabilities = []
+
+    system = await build(prepare=prepare)
+    system.script.deltas, _ = BROKEN[request.param]
+    system.script.stop_after = len(system.script.deltas)
+    return system
+
+
+async def post(system: ProxyCluster, path: str, body: Any, **headers: str) -> tuple[int, bytes]:
+    async with system.http.post(system.url + path, json=body, headers=headers) as response:
+        return response.status, await response.read()
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in raw.split(b"\n") if line.startswith(b"data: {")]
+    return [json.loads(line[6:]) for line in lines]
+
+
+async def assert_none_is_blamed(system: ProxyCluster, requests: int = 1) -> None:
+    """Each request was decoded once, and no instance failed."""
+    decodes = [one for name, one in system.instances.items() if name.startswith("d")]
+    assert sum(len(one.completions) for one in decodes) == requests
+    assert {*(await system.health()).values()} == {"up"}
+    assert "kvrs_attempt_failures_total{" not in await system.metrics()
+    assert await system.count("kvrs_requests_total", outcome="failed") == requests
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "k"}], ids=["plain", "keyed"])
+async def test_a_streamed_message_ends_with_an_api_error(
+    broken: ProxyCluster, headers: dict[str, str]
+) -> None:
+    """What came before is there, the call's block is open, and the client raises."""
+    status, raw = await post(broken, "/v1/messages", MESSAGE | {"stream": True}, **headers)
+
+    events = events_of(raw)
+    kinds = [event["type"] for event in events]
+    assert status == 200
+    assert kinds.count("error") == 1
+    assert events[-1]["error"]["type"] == "api_error"
+    assert kinds.count("content_block_start") == 2
+    assert kinds.count("content_block_stop") == 1
+    assert not {"message_delta", "message_stop"} & {*kinds}
+    assert "private" not in str(events[-1])
+    await assert_none_is_blamed(broken)
+    async with anthropic.AsyncAnthropic(base_url=broken.url, api_key="none") as client:
+        with pytest.raises(anthropic.APIStatusError):
+            async with client.messages.stream(**MESSAGE) as stream:
+                await stream.until_done()
+
+
+async def test_a_keyed_message_that_is_sent_again_ends_alike(broken: ProxyCluster) -> None:
+    """The record has the same events, so the client gets the same error."""
+    answers = [
+        events_of((await post(broken, "/v1/messages", body, **{"Idempotency-Key": "k"}))[1])
+        for body in [MESSAGE | {"stream": True}] * 2
+    ]
+
+    assert answers[0][1:] == answers[1][1:]
+    assert answers[1][-1]["error"]["type"] == "api_error"
+
+
+async def test_a_whole_message_is_a_502_that_clients_do_not_repeat(broken: ProxyCluster) -> None:
+    """The client would send the request again after another 5xx."""
+    async with anthropic.AsyncAnthropic(base_url=broken.url, api_key="none") as client:
+        with pytest.raises(anthropic.APIStatusError) as failed:
+            await client.messages.create(**MESSAGE)
+
+    assert failed.value.status_code == 502
+    assert failed.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+    assert "private" not in failed.value.message
+    decodes = [one for name, one in broken.instances.items() if name.startswith("d")]
+    assert sum(len(one.completions) for one in decodes) == 1
+
+
+async def test_a_response_fails_alike_however_it_is_read(broken: ProxyCluster) -> None:
+    """The call is neither done nor completed; the record gives the same events and response."""
+    _, raw = await post(broken, "/v1/responses", RESPONSE | {"stream": True})
+    events = events_of(raw)
+    last = events[-1]
+    path = f"/v1/responses/{last['response']['id']}"
+    async with broken.http.get(broken.url + path) as found:
+        again = await found.json()
+    async with broken.http.get(broken.url + path, params={"stream": "true"}) as found:
+        replayed = events_of(await found.read())
+
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"]["code"] == "server_error"
+    assert "private" not in last["response"]["error"]["message"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == ["message"]
+    statuses = [item["status"] for item in last["response"]["output"]]
+    assert statuses == ["completed", "incomplete"]
+    assert again == last["response"]
+    assert replayed == events
+    await assert_none_is_blamed(broken)
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_response_that_nobody_reads_fails_too(
+    broken: ProxyCluster, background: bool
+) -> None:
+    """Its record alone says so."""
+    async with openai.AsyncOpenAI(base_url=f"{broken.url}/v1", api_key="none") as client:
+        begun = await client.responses.create(**RESPONSE, background=background)
+        async with asyncio.timeout(WITHIN_S):
+            while (found := await client.responses.retrieve(begun.id)).status != "failed":
+                await asyncio.sleep(0.01)
+
+    assert background or begun == found
+    assert found.error is not None
+    assert [item.status for item in found.output] == ["completed", "incomplete"]  # type: ignore[union-attr]
+
+
+async def test_a_chat_has_the_pieces_as_they_came(broken: ProxyCluster) -> None:
+    """Its client reads them itself."""
+    status, raw = await post(broken, "/v1/chat/completions", CHAT | {"stream": True})
+
+    deltas = [event["choices"][0]["delta"] for event in events_of(raw)[1:]]
+    assert status == 200
+    assert deltas == broken.script.deltas
