@@ -10,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from kvrs_testkit.multi_proxy_cluster import open_proxy_group
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -40,15 +41,21 @@ BROKEN: dict[str, Any] = {
 }
 
 
+def plain(instances: Any) -> None:
+    """Make the instances plain engines, whose events are passed on."""
+    for instance in instances.values():
+        instance.capabilities = []
+
+
+def play(system: ProxyCluster, name: str) -> None:
+    system.script.deltas, _ = BROKEN[name]
+    system.script.stop_after = len(system.script.deltas)
+
+
 @pytest.fixture(params=BROKEN)
 async def broken(build: ProxyClusterBuilder, request: pytest.FixtureRequest) -> ProxyCluster:
-    def prepare(instances: Any) -> None:
-        for instance in instances.values():
-            instance.capabilities = []
-
-    system = await build(prepare=prepare)
-    system.script.deltas, _ = BROKEN[request.param]
-    system.script.stop_after = len(system.script.deltas)
+    system = await build(prepare=plain)
+    play(system, request.param)
     return system
 
 
@@ -75,7 +82,7 @@ async def assert_none_is_blamed(system: ProxyCluster, requests: int = 1) -> None
 async def test_a_streamed_message_ends_with_an_api_error(
     broken: ProxyCluster, headers: dict[str, str]
 ) -> None:
-    """What came before is there, the call's block is open, and the client raises."""
+    """The text before it is there, the call's block stays open, and the client raises."""
     status, raw = await post(broken, "/v1/messages", MESSAGE | {"stream": True}, **headers)
 
     events = events_of(raw)
@@ -156,6 +163,34 @@ async def test_a_response_that_nobody_reads_fails_too(
     assert background or begun == found
     assert found.error is not None
     assert [item.status for item in found.output] == ["completed", "incomplete"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["here", "elsewhere"])
+async def test_a_reader_that_comes_later_gets_the_failure_at_once(kill: bool) -> None:
+    """The stream still runs, at this proxy or, after its proxy's death, at the next one."""
+    async with open_proxy_group(2, prepare=plain) as group:
+        play(group.system, "malformed")
+        group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 3
+        async with openai.AsyncOpenAI(base_url=f"{group.url(0)}/v1", api_key="none") as client:
+            begun = await client.responses.create(**RESPONSE, background=True)
+        await group.until(
+            lambda: [len(r.events) > 3 for r in group.book(1).records.values()] == [True]
+        )
+        if kill:
+            await group.kill(0)
+        async with (
+            openai.AsyncOpenAI(base_url=f"{group.url(int(kill))}/v1", api_key="none") as client,
+            asyncio.timeout(WITHIN_S),
+        ):
+            reader = await client.responses.retrieve(begun.id, stream=True)
+            events = [event async for event in reader]
+            found = await client.responses.retrieve(begun.id)
+        group.system.script.gate.set()
+
+    last = events[-1]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert last.type == "response.failed"
+    assert found == last.response
 
 
 async def test_a_chat_has_the_pieces_as_they_came(broken: ProxyCluster) -> None:
