@@ -175,6 +175,17 @@ def test_a_call_that_a_limit_cuts_is_incomplete(finish: str, reason: str) -> Non
     assert last["response"]["output"] == [done]
 
 
+def test_a_call_without_a_name_fails_the_response() -> None:
+    """No client could run it."""
+    call = {"index": 0, "id": "c", "function": {"name": None, "arguments": "{}"}}
+    choice = {"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
+
+    last = events_of([msgspec.json.encode({"choices": [choice]})])[-1]
+
+    assert last["type"] == "response.failed"
+    assert "name" in last["response"]["error"]["message"]
+
+
 @pytest.mark.parametrize("pieces", BROKEN_CALLS)
 def test_a_call_that_is_not_complete_fails_the_response(
     pieces: list[tuple[str | int, str]],

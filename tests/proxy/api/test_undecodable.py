@@ -138,6 +138,19 @@ async def test_a_whole_answer_of_a_malformed_piece_is_a_502(build: ProxyClusterB
     await assert_none_is_blamed(system, requests=2)
 
 
+async def test_a_whole_answer_without_a_time_is_a_502(build: ProxyClusterBuilder) -> None:
+    """An engine's head may lack what the head of an answer needs."""
+    system = await build(prepare=plain)
+    for instance in system.instances.values():
+        instance.created = None  # type: ignore[assignment]
+
+    status, raw = await post(system, "/v1/chat/completions", CHAT)
+
+    assert status == 502
+    assert json.loads(raw)["error"]["code"] == "undecodable"
+    await assert_none_is_blamed(system)
+
+
 async def test_a_response_fails_alike_however_it_is_read(broken: ProxyCluster) -> None:
     """The call is neither done nor completed; the record gives the same events and response."""
     _, raw = await post(broken, "/v1/responses", RESPONSE | {"stream": True})
@@ -186,21 +199,23 @@ async def test_a_reader_that_comes_later_gets_the_failure_at_once(kill: bool) ->
         group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 3
         async with openai.AsyncOpenAI(base_url=f"{group.url(0)}/v1", api_key="none") as client:
             begun = await client.responses.create(**RESPONSE, background=True)
-        await group.until(
-            lambda: [len(r.events) > 3 for r in group.book(1).records.values()] == [True]
-        )
+        (keyed,) = group.mirror(0).streams.values()
+        await group.until(lambda: len(keyed.given) > 3)
         if kill:
             await group.kill(0)
         async with (
             openai.AsyncOpenAI(base_url=f"{group.url(int(kill))}/v1", api_key="none") as client,
             asyncio.timeout(WITHIN_S),
         ):
+            began_s = asyncio.get_running_loop().time()
             reader = await client.responses.retrieve(begun.id, stream=True)
             events = [event async for event in reader]
+            took_s = asyncio.get_running_loop().time() - began_s
             found = await client.responses.retrieve(begun.id)
         group.system.script.gate.set()
 
     last = events[-1]
+    assert took_s < 1.0  # The engine is silent for longer.
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert last.type == "response.failed"
     assert found == last.response
