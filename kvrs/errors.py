@@ -156,6 +156,12 @@ class UpstreamError(KvrsError):
     """
 
 
+class UndecodableError(KvrsError):
+    """The output of a model, or what an engine's parser made of it, cannot be passed on in the form
+    of the client's API. The message quotes nothing of the output. No instance is to blame.
+    """
+
+
 class GossipError(KvrsError):
     """A gossip packet or a record in it is malformed or exceeds a bound; the message says which."""
 

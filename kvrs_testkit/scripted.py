@@ -6,7 +6,7 @@ a plain P/D engine, which takes the history for a prompt and knows nothing of th
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -121,6 +121,9 @@ class Script:
     separate_finish: bool = (
         False  # The finish comes in an event of its own, after the last token's.
     )
+    # What the events of a chat add to its message, from the first token on, in place of the text;
+    # undecoded JSON, as a parser may write it.
+    deltas: Sequence[Any] = ()
     pause_s: float = 0.0  # Between two events.
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
@@ -392,13 +395,22 @@ class Scripted(ScriptedServer):
                 return await _break(request, writer, event)
             if (cut := self._cut_before(parsed, sent)) is not None:
                 return await _break(request, writer, cut)
-            await writer.write(event)
+            await writer.write(self._parsed(event, sent - 1))
             sent += 1
             for place in parsed.kvrs.checkpoints:
                 if (agent := self.agents.get(place.agent)) is not None:
                     agent.pages[parsed.kvrs.stream] = len(history) // GEOMETRY.page_size_tokens
         self.script.lengths[parsed.seed] = sent
         return writer.end()
+
+    def _parsed(self, event: bytes, place: int) -> bytes:
+        """The event with the delta that the script has for its place."""
+        if not 0 <= place < len(self.script.deltas) or event == DONE:
+            return event
+        made = msgspec.json.decode(event.removeprefix(b"data: "))
+        for choice in made["choices"]:
+            choice["delta"] = self.script.deltas[place]
+        return sse(msgspec.json.encode(made))
 
     async def _die_of(self, parsed: CompletionRequest | ChatRequest) -> None:
         """The process ends, as by a fault of its GPU; nothing more comes."""

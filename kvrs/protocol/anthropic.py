@@ -2,19 +2,28 @@
 message and its events a pure function of the chat's, so any proxy makes the same ones.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError
-from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, Usage
+from kvrs.errors import RequestError, UndecodableError
+from kvrs.protocol.anthropic_errors import error_event, fault_event
+from kvrs.protocol.openai.calls import (
+    BegunCall,
+    CallLog,
+    CallPiece,
+    Event,
+    arguments_of,
+    chunk_of,
+    made_of,
+)
+from kvrs.protocol.openai.chunks import ReceivedChoice, Usage
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.openai.translated import (
     AS_IN_CHAT,
-    CALL,
     Fields,
-    ReceivedCall,
     list_of,
     not_supported,
     read_fields,
@@ -23,9 +32,6 @@ from kvrs.protocol.openai.translated import (
 
 PATH = "/v1/messages"
 COUNT_PATH = f"{PATH}/count_tokens"
-OVERLOADED = 529  # Status of Anthropic's API for what is 503 elsewhere.
-
-Event = dict[str, Any]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 # Accepted without effect. Whether a model thinks is up to its template (`chat_template_kwargs`).
@@ -48,16 +54,6 @@ _CHOICES: dict[Any, str] = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header"
 
 _FINISHES = {"length": "max_tokens", "content_filter": "refusal"}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 def chat_of(body: bytes, max_elements: int = MAX_ELEMENTS) -> bytes:
@@ -273,61 +269,88 @@ def _check_context(fields: Fields) -> None:
 
 
 class MessageTranslator:
-    """Translates a chat's events to events of one message."""
+    """Translates a chat's events to events of one message. A message that ends with an error, or
+    with a fault, has neither the end of its open block nor its own end.
+    """
 
     def __init__(self) -> None:
         self.has_begun = False
-        # Open content block: its kind, and the index of its tool call; None: no block is open.
-        self._block: tuple[str, int] | None = None
+        # Reason why the chat cannot be translated any further; None: it can.
+        self.fault: str | None = None
+        # Open content block: its kind, or its tool call; None: no block is open.
+        self._block: str | BegunCall | None = None
         self._index = -1  # Index of the latest block.
         self._finish: ReceivedChoice | None = None
-        self._has_calls = False
+        self._calls = CallLog()
         self._usage: Usage | None = None
 
     def begin(self, head: bytes, prompt_tokens: int) -> list[Event]:
         """Return the first event. `head`: as in `Journal`."""
         self.has_begun = True
-        found = _HEAD.decode(head + b"}")
+        try:
+            found = _HEAD.decode(head + b"}")
+        except UNREADABLE:
+            self.fault = "the engine's first event has no id and model"
+            return []
         message = _message(found, [], None, None, Usage(prompt_tokens, 0, prompt_tokens))
         return [{"type": "message_start", "message": message}]
 
     def take(self, data: bytes) -> list[Event]:
-        """Return the message's events that one event of the chat causes."""
-        chunk = CHUNK.decode(data)
-        if chunk.error is not None:
-            return [_error_event(chunk.error)]
-        self._usage = chunk.usage or self._usage
-        events: list[Event] = []
-        for choice in chunk.choices or ():
-            events += self._take(choice)
-        return events
+        """Return the message's events that one event of the chat causes; after a fault only an
+        error causes one.
+        """
+        return self._made(self._taken(data))
 
     def end(self) -> list[Event]:
-        """Return the message's last events, after the chat's stream is complete."""
-        events = [*self._close()]
-        finish = self._finish or ReceivedChoice()
-        reason, sequence = _stop(finish.finish_reason, finish.stop_reason, calls=self._has_calls)
+        """Return the message's last events, after the chat's stream is complete; those of a chat
+        with a fault are an error.
+        """
+        events = self._made(self._ended())
+        return events if self.fault is None else [fault_event(self.fault)]
+
+    def _ended(self) -> Iterable[Event]:
+        if (finish := self._finish) is None:
+            raise UndecodableError("the chat ended without a finish reason")
+        yield from self._close()
+        calls = bool(self._calls.calls)
+        reason, sequence = _stop(finish.finish_reason, finish.stop_reason, calls=calls)
         ended = {"stop_reason": reason, "stop_sequence": sequence}
         usage = _usage(self._usage or Usage(0, 0, 0))
-        events.append({"type": "message_delta", "delta": ended, "usage": usage})
-        return [*events, {"type": "message_stop"}]
+        yield {"type": "message_delta", "delta": ended, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _made(self, events: Iterable[Event]) -> list[Event]:
+        made, fault = made_of(events)
+        self.fault = self.fault or fault
+        return made
+
+    def _taken(self, data: bytes) -> Iterable[Event]:
+        chunk = chunk_of(data)
+        if chunk.error is not None:
+            yield error_event(chunk.error)
+        elif self.fault is None:
+            self._usage = chunk.usage or self._usage
+            for choice in chunk.choices or ():
+                yield from self._take(choice)
 
     def _take(self, choice: ReceivedChoice) -> Iterable[Event]:
         if thought := choice.delta.reasoning_content or choice.delta.reasoning:
             delta = {"type": "thinking_delta", "thinking": thought}
-            yield from self._add(("thinking", 0), _thinking(""), delta)
+            yield from self._add("thinking", _thinking(""), delta)
         if text := choice.plain_text:
             delta = {"type": "text_delta", "text": text}
-            yield from self._add(("text", 0), {"type": "text", "text": ""}, delta)
+            yield from self._add("text", {"type": "text", "text": ""}, delta)
         for raw in choice.delta.tool_calls or ():
-            call = CALL.decode(raw)
-            self._has_calls = True
-            delta = {"type": "input_json_delta", "partial_json": call.function.arguments}
-            yield from self._add(("tool_use", call.index), _tool_use(call, {}), delta)
+            call, arguments = self._calls.take(raw)
+            if not call.is_closed:
+                call.check_named()
+                delta = {"type": "input_json_delta", "partial_json": arguments}
+                yield from self._add(call, _tool_use(call.id, call.name, {}), delta)
         if choice.finish_reason is not None:
             self._finish = choice
+            self._check_complete()
 
-    def _add(self, block: tuple[str, int], begun: Fields, delta: Fields) -> Iterable[Event]:
+    def _add(self, block: str | BegunCall, begun: Fields, delta: Fields) -> Iterable[Event]:
         if block != self._block:
             yield from self._close()
             self._block = block
@@ -335,8 +358,19 @@ class MessageTranslator:
             yield {"type": "content_block_start", "index": self._index, "content_block": begun}
         yield {"type": "content_block_delta", "index": self._index, "delta": delta}
 
+    def _check_complete(self) -> None:
+        """Raise UndecodableError: the open block is a call that is not complete, and no limit has
+        cut the chat.
+        """
+        is_cut = self._finish is not None and self._finish.finish_reason in _FINISHES
+        if isinstance(self._block, BegunCall) and not is_cut:
+            self._block.check_complete()
+
     def _close(self) -> Iterable[Event]:
         if self._block is not None:
+            self._check_complete()
+            if isinstance(self._block, BegunCall):
+                self._block.close()
             self._block = None
             yield {"type": "content_block_stop", "index": self._index}
 
@@ -350,7 +384,7 @@ class _ChatMessage(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ReceivedCall] | None = None
+    tool_calls: list[CallPiece] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -372,20 +406,26 @@ class _Count(msgspec.Struct):
 _HEAD = msgspec.json.Decoder(_Head)
 _CHAT = msgspec.json.Decoder(_Chat)
 _COUNT = msgspec.json.Decoder(_Count)
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 def message_of(completion: bytes) -> bytes:
-    """Return the body of the message that a whole chat completion is."""
-    chat = _CHAT.decode(completion)
-    (choice,) = chat.choices
+    """Return the body of the message that a whole chat completion is. Raises UndecodableError: it
+    is no chat completion, or a call of it is not complete.
+    """
+    try:
+        chat = _CHAT.decode(completion)
+        (choice,) = chat.choices
+    except (*UNREADABLE, ValueError):
+        raise UndecodableError("the engine's answer is not a chat with one choice") from None
     said, content = choice.message, list[Fields]()
     if thought := said.reasoning_content or said.reasoning:
         content.append(_thinking(thought))
     if said.content:
         content.append({"type": "text", "text": said.content})
     calls = said.tool_calls or []
-    content += [_tool_use(call, _input(call.function.arguments)) for call in calls]
+    for call in calls:
+        given = _input(call.arguments, is_cut=choice.finish_reason in _FINISHES)
+        content.append(_tool_use(call.id or "", call.said.name or "", given))
     reason, sequence = _stop(choice.finish_reason, choice.stop_reason, calls=bool(calls))
     return msgspec.json.encode(_message(chat, content, reason, sequence, chat.usage))
 
@@ -398,20 +438,6 @@ def count_of(answer: bytes) -> bytes:
     tokens = found.count if found.usage is None else found.usage.prompt_tokens
     assert tokens is not None
     return msgspec.json.encode({"input_tokens": tokens})
-
-
-def error_of(body: bytes, status: int, request_id: str) -> tuple[int, bytes]:
-    """Return status and body of an error in Anthropic's form, from those of OpenAI's."""
-    error = _OBJECT.decode(body)["error"]
-    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    made = {"type": kind, "message": error["message"]}
-    encoded = msgspec.json.encode({"type": "error", "error": made, "request_id": request_id})
-    return OVERLOADED if status == 503 else status, encoded
-
-
-def _error_event(error: Mapping[str, Any]) -> Event:
-    kind = "api_error" if error.get("type") == "server_error" else "invalid_request_error"
-    return {"type": "error", "error": {"type": kind, "message": error.get("message")}}
 
 
 def _stop(
@@ -454,15 +480,18 @@ def _thinking(text: str) -> Fields:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _tool_use(call: ReceivedCall, given: Fields) -> Fields:
-    return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": given}
+def _tool_use(call_id: str, name: str, given: Fields) -> Fields:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
 
 
-def _input(arguments: str) -> Fields:
-    """Return a call's arguments. Those that are no JSON object, as of a call that `max_tokens` cut,
-    are kept as text, because a call without arguments may be another valid call.
+def _input(arguments: str, *, is_cut: bool) -> Fields:
+    """Return a call's arguments. Those that are no JSON object in a chat that was cut, by
+    `max_tokens`, are kept as text, because a call without arguments may be another valid call.
+    Raises UndecodableError: they are no JSON object, and the chat was not cut.
     """
     try:
-        return _OBJECT.decode(arguments or "{}")
-    except msgspec.DecodeError:
+        return arguments_of(arguments)
+    except UndecodableError:
+        if not is_cut:
+            raise
         return {"arguments": arguments}

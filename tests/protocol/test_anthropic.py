@@ -8,17 +8,17 @@ from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given
 from pydantic import TypeAdapter
 
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, UndecodableError
 from kvrs.protocol.anthropic import (
-    Event,
     MessageTranslator,
     chat_of,
     count_of,
-    error_of,
     message_of,
     prompt_of,
 )
-from tests.protocol.test_openai_responses import chat_events, chats
+from kvrs.protocol.anthropic_errors import error_of
+from kvrs.protocol.openai.calls import Event
+from tests.protocol.test_openai_responses import BROKEN_CALLS, chat_events, chats
 
 USER = {"role": "user", "content": "u"}
 CALL = {"type": "tool_use", "id": "c0", "name": "f", "input": {"q": "é"}}
@@ -327,10 +327,10 @@ def test_an_end_has_the_same_reason_streamed_and_whole(
     message = said | ({"tool_calls": called} if calls else {})
     chunk = {"choices": [{"delta": message, **ended}], "usage": usage}
     choices = [{"message": message, **ended}]
-    whole = {"id": "chatcmpl-7", "model": "m", "usage": usage, "choices": choices}
+    chat = {"id": "chatcmpl-7", "model": "m", "usage": usage, "choices": choices}
 
     *_, last, _ = events_of([json.dumps(chunk).encode()])
-    found = json.loads(message_of(json.dumps(whole).encode()))
+    found = json.loads(message_of(json.dumps(chat).encode()))
 
     Message.model_validate(found, strict=True)
     assert (found["id"], found["model"]) == ("msg_7", "m")
@@ -345,6 +345,87 @@ def test_an_end_has_the_same_reason_streamed_and_whole(
     ]
 
 
+@pytest.mark.parametrize("pieces", BROKEN_CALLS)
+def test_a_call_that_is_not_complete_is_an_error(pieces: list[tuple[str | int, str]]) -> None:
+    """Its block is not closed, and the message has no end that a client could take for one."""
+    *events, last = events_of(chat_events(pieces))
+
+    kinds = [event["type"] for event in events]
+    assert last["type"] == "error"
+    assert last["error"]["type"] == "api_error"
+    assert "private" not in last["error"]["message"]
+    assert kinds.count("content_block_stop") < kinds.count("content_block_start") or len(pieces) > 2
+    assert not {"message_delta", "message_stop"} & {*kinds}
+
+
+def test_a_call_that_a_limit_cuts_ends_the_message_as_cut() -> None:
+    """The reason says that its arguments are not all."""
+    *_, delta, last = events_of(chat_events([(0, '{"q":')], "length"))
+
+    assert delta["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert last == {"type": "message_stop"}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"type": "server_error", "code": "retries"}, "overloaded_error"),
+        ({"type": "server_error", "code": "no_instance"}, "overloaded_error"),
+        ({"type": "server_error", "code": "inexact"}, "overloaded_error"),
+        ({"type": "server_error", "code": "shutting_down"}, "overloaded_error"),
+        ({"type": "server_error", "code": "handed_over"}, "overloaded_error"),
+        ({"type": "server_error", "code": None}, "overloaded_error"),
+        ({"type": "rate_limit_error", "code": "busy"}, "overloaded_error"),
+        ({"type": "server_error", "code": "undecodable"}, "api_error"),
+        ({"type": "server_error", "code": "not_a_number"}, "api_error"),
+        ({"type": "server_error", "code": "denied"}, "api_error"),
+        ({"type": "server_error", "code": "superseded"}, "api_error"),
+        ({"type": "invalid_request_error", "code": "poison"}, "api_error"),
+        ({"type": "invalid_request_error", "code": "beyond_end"}, "invalid_request_error"),
+        ("no object", "invalid_request_error"),
+    ],
+)
+def test_an_error_is_overloaded_only_if_a_repeated_message_can_succeed(
+    error: Any, kind: str
+) -> None:
+    """Agents repeat a message after that type, however often. The open block stays open."""
+    if isinstance(error, dict):
+        error |= {"message": "m"}
+    made = MessageTranslator()
+    made.begin(HEAD, 3)
+    made.take(chat_events([("content", "a")])[1])
+
+    (event,) = made.take(json.dumps({"error": error}).encode())
+
+    assert event["error"]["type"] == kind
+
+
+def whole(finish: str, *calls: Any) -> bytes:
+    usage = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
+    choice = {"message": {"content": None, "tool_calls": calls}, "finish_reason": finish}
+    return json.dumps({"id": "7", "model": "m", "usage": usage, "choices": [choice]}).encode()
+
+
+@pytest.mark.parametrize("arguments", ['{"private":', "[1]", '"private"'])
+def test_a_whole_call_that_is_not_complete_is_an_error(arguments: str) -> None:
+    """Unless the limit has cut it."""
+    call = {"id": "c0", "function": {"name": "f", "arguments": arguments}}
+
+    with pytest.raises(UndecodableError) as failed:
+        message_of(whole("tool_calls", call))
+
+    assert "private" not in str(failed.value)
+
+
+def test_a_whole_call_may_have_nulls() -> None:
+    """SGLang's calls of a whole answer have no index."""
+    call = {"index": None, "id": "c0", "type": None, "function": {"name": "f", "arguments": None}}
+
+    (block,) = json.loads(message_of(whole("tool_calls", call)))["content"]
+
+    assert block == {"type": "tool_use", "id": "c0", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [("", {}), ("[1]", {"arguments": "[1]"}), ('{"q":', {"arguments": '{"q":'})],
@@ -352,11 +433,8 @@ def test_an_end_has_the_same_reason_streamed_and_whole(
 def test_a_broken_call_is_no_call_without_arguments(arguments: str, given: Any) -> None:
     """A client that runs it gets its text, and no defaults."""
     call = {"id": "c0", "function": {"name": "f", "arguments": arguments}}
-    usage = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
-    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length"}
-    whole = {"id": "7", "model": "m", "usage": usage, "choices": [choice]}
 
-    (block,) = json.loads(message_of(json.dumps(whole).encode()))["content"]
+    (block,) = json.loads(message_of(whole("length", call)))["content"]
 
     assert block["input"] == given
 

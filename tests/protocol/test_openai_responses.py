@@ -1,5 +1,6 @@
 """Events of responses as a function of the events of their chats."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -8,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
+from kvrs.protocol.openai.calls import Event
 from kvrs.protocol.openai.responses import (
-    Event,
     Stored,
     Tokens,
     Translator,
@@ -21,17 +22,49 @@ TEXT = "a text that is in no error"
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 STORED = Stored("resp_" + "a" * 48, 7, b'{"input":"hi"}')
 
-# What each event of a chat adds: text, reasoning, or a piece of the arguments of a call.
-chats = st.lists(
+# Chats with a call that is not complete, or whose pieces are not together.
+BROKEN_CALLS: list[list[tuple[str | int, str]]] = [
+    [(0, '{"private":')],
+    [(0, "[1]")],
+    [(0, "null")],
+    [(0, '{"private":'), ("content", "a")],
+    [(0, '{"private":'), (1, "{}")],
+    [(0, "{}"), (1, "{}"), (0, "private")],
+]
+ADDED, DONE = "response.output_item.added", "response.output_item.done"
+ARGUMENTS_DONE = "response.function_call_arguments.done"
+# Parts of a chat: a text, a reasoning, or the arguments of a call.
+_parts = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["content", "reasoning_content"]), st.text(max_size=3)),
-        st.tuples(st.integers(0, 2), st.text(max_size=3)),
+        st.dictionaries(st.text(max_size=2), st.integers() | st.text(max_size=3), max_size=2),
     ),
-    max_size=12,
+    max_size=6,
 )
 
 
-def chat_events(pieces: list[tuple[str | int, str]]) -> list[bytes]:
+@st.composite
+def _chats(draw: st.DrawFn) -> list[tuple[str | int, str]]:
+    """The pieces that the events of a chat add: text, reasoning, or a part of the arguments of a
+    call, by its index.
+    """
+    pieces: list[tuple[str | int, str]] = []
+    calls = 0
+    for part in draw(_parts):
+        if not isinstance(part, dict):
+            pieces.append(part)
+            continue
+        arguments = msgspec.json.encode(part).decode()
+        cut = draw(st.integers(0, len(arguments)))
+        pieces += [(calls, arguments[:cut]), (calls, arguments[cut:])]
+        calls += 1
+    return pieces
+
+
+chats = _chats()
+
+
+def chat_events(pieces: list[tuple[str | int, str]], finish: str | None = "stop") -> list[bytes]:
     events: list[Any] = [{"role": "assistant", "content": ""}]
     for where, text in pieces:
         if isinstance(where, str):
@@ -42,7 +75,7 @@ def chat_events(pieces: list[tuple[str | int, str]]) -> list[bytes]:
                 {"tool_calls": [{"index": where, "id": f"c{where}", "function": function}]}
             )
     chunks: list[Any] = [{"choices": [{"index": 0, "delta": delta}]} for delta in events]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
     return [msgspec.json.encode(chunk) for chunk in chunks]
 
 
@@ -84,8 +117,8 @@ def test_deltas_add_up_to_the_items_of_the_response(pieces: list[tuple[str | int
         if event["type"].endswith(".delta"):
             texts[event["item_id"]] = texts.get(event["item_id"], "") + event["delta"]
     output = last["response"]["output"]
-    added = [e["item"]["id"] for e in events if e["type"] == "response.output_item.added"]
-    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    added = [e["item"]["id"] for e in events if e["type"] == ADDED]
+    done = [e["item"] for e in events if e["type"] == DONE]
     assert done == output
     assert added == [item["id"] for item in output]
     for item in output:
@@ -109,6 +142,62 @@ def test_an_error_is_the_end_of_a_response() -> None:
     assert [end["response"]["status"] for end in ends] == ["failed", "cancelled"]
     assert ends[0]["response"]["error"] == {"code": "server_error", "message": "no"}
     assert ends[1]["response"]["error"] is None
+
+
+@pytest.mark.parametrize("open_part", [(0, '{"q":'), ("content", "a"), ("reasoning_content", "a")])
+def test_an_item_that_is_open_at_a_failure_is_incomplete(open_part: tuple[str | int, str]) -> None:
+    """It is never done, and those before it stay completed."""
+    chunks = chat_events([(1, "{}"), open_part])[:-1]
+    failed = msgspec.json.encode({"error": {"message": "no", "code": "retries"}})
+
+    *events, last = events_of([*chunks, failed])
+
+    (first,) = [event["item"]["id"] for event in events if event["type"] == DONE]
+    output = last["response"]["output"]
+    assert last["type"] == "response.failed"
+    assert output[0]["id"] == first
+    assert [item["status"] for item in output] == ["completed", "incomplete"]
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [("length", "max_output_tokens"), ("content_filter", "content_filter")],
+)
+def test_a_call_that_a_limit_cuts_is_incomplete(finish: str, reason: str) -> None:
+    """Its arguments are not done, and no client runs it."""
+    *events, last = events_of(chat_events([(0, '{"q":')], finish))
+
+    (done,) = [event["item"] for event in events if event["type"] == DONE]
+    assert ARGUMENTS_DONE not in [event["type"] for event in events]
+    assert done["status"] == "incomplete"
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": reason}
+    assert last["response"]["output"] == [done]
+
+
+def test_a_call_without_a_name_fails_the_response() -> None:
+    """No client could run it."""
+    call = {"index": 0, "id": "c", "function": {"name": None, "arguments": "{}"}}
+    choice = {"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
+
+    last = events_of([msgspec.json.encode({"choices": [choice]})])[-1]
+
+    assert last["type"] == "response.failed"
+    assert "name" in last["response"]["error"]["message"]
+
+
+@pytest.mark.parametrize("pieces", BROKEN_CALLS)
+def test_a_call_that_is_not_complete_fails_the_response(
+    pieces: list[tuple[str | int, str]],
+) -> None:
+    """The same is true if the chat ends, another item begins, or a piece comes too late."""
+    *events, last = events_of(chat_events(pieces))
+
+    done = [event["item"] for event in events if event["type"] == DONE]
+    assert last["type"] == "response.failed"
+    assert all(item["status"] == "completed" for item in done)
+    assert all(json.loads(item["arguments"]) == {} for item in done if "arguments" in item)
+    assert "private" not in last["response"]["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from kvrs.protocol.instance import KvTransferParams, TokenId
 TOO_LONG = "context_length_exceeded"
 # Error code of a stream whose logits are not numbers: its weights or activations overflow.
 NOT_A_NUMBER = "not_a_number"
+# Error code of a stream whose output cannot be passed on in the form of the client's API.
+UNDECODABLE = "undecodable"
 # Texts by which vLLM's errors say that a request is too long, since they have no code.
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 

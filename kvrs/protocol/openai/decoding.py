@@ -13,6 +13,9 @@ from kvrs.errors import RequestError
 
 Decoded = TypeVar("Decoded")
 
+# Errors of msgspec for malformed bytes.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 # Fields with private values, of all APIs, by the name at the beginning of their path.
 _PRIVATE = frozenset(
     (
@@ -67,7 +70,7 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _wrong(str(error), body, field) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         if not body.strip():
             raise RequestError("the body is empty; allowed: a JSON object") from None
         raise RequestError(f"the body is not valid JSON: {error}") from None

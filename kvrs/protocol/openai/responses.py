@@ -12,14 +12,13 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError
-from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
+from kvrs.errors import RequestError, UndecodableError
+from kvrs.protocol.openai.calls import BegunCall, CallLog, Event, chunk_of, made_of, read_error
+from kvrs.protocol.openai.chunks import ReceivedChoice
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.openai.translated import (
     AS_IN_CHAT,
-    CALL,
     Fields,
-    ReceivedCall,
     list_of,
     not_supported,
     read_fields,
@@ -29,8 +28,6 @@ from kvrs.protocol.openai.translated import (
 PATH = "/v1/responses"
 ID = re.compile(r"resp_[0-9a-f]{48}", re.ASCII)
 CANCELLED = "cancelled"  # Error code of a response that its client cancelled.
-
-Event = dict[str, Any]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
@@ -50,6 +47,8 @@ _SWITCHES = ("stream", "background", "store")
 _AS_IN_CHAT = AS_IN_CHAT | {"parallel_tool_calls", "stop"}
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
+# Finish reasons of a chat that cut its output, with the reasons of the incomplete response.
+_CUTS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -97,6 +96,8 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Res
         raise RequestError("a response in the background needs store", param="store")
     chat: Fields = {name: fields[name] for name in fields if name in _AS_IN_CHAT}
     chat["messages"] = _messages(fields)
+    if fields.get("stream"):
+        chat["stream"] = True
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = fields["max_output_tokens"]
     chat |= _tools(fields) | _reasoning(fields) | _format(fields)
@@ -225,20 +226,20 @@ class Tokens(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Item:
-    """One item of a response's output; `texts` are the pieces of its text, reasoning or arguments
-    in order.
+    """One item of a response's output; `texts` are the pieces of its text or reasoning in order,
+    and `call` is the call that it is.
     """
 
     kind: str
     id: str
     index: int
-    call: ReceivedCall = field(default_factory=ReceivedCall)
+    call: BegunCall | None = None
     texts: list[str] = field(default_factory=list)
-    is_done: bool = False
+    status: str = "in_progress"
 
     @property
     def text(self) -> str:
-        return "".join(self.texts)
+        return "".join(self.texts) if self.call is None else self.call.arguments
 
     def part(self, text: str) -> Fields:
         if self.kind == "reasoning":
@@ -246,12 +247,10 @@ class _Item:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def described(self, *, is_new: bool = False) -> Fields:
-        status = "completed" if self.is_done else "in_progress"
-        made: Fields = {"type": self.kind, "id": self.id, "status": status}
+        made: Fields = {"type": self.kind, "id": self.id, "status": self.status}
         text = "" if is_new else self.text
-        if self.kind == "function_call":
-            name = self.call.function.name
-            return made | {"call_id": self.call.id, "name": name, "arguments": text}
+        if self.call is not None:
+            return made | {"call_id": self.call.id, "name": self.call.name, "arguments": text}
         content = [] if is_new else [self.part(text)]
         if self.kind == "reasoning":
             return made | {"summary": [], "content": content}
@@ -259,14 +258,19 @@ class _Item:
 
 
 class Translator:
-    """Translates a chat's events to events of one response, numbered in order."""
+    """Translates a chat's events to events of one response, numbered in order. A response that ends
+    with an error, or with a fault, fails, and its last item is incomplete.
+    """
 
     def __init__(self, stored: Stored, asked: ResponseRequest, model: str) -> None:
         self._stored = stored
         self._asked = asked
         self._model = model
         self._number = 0
+        # Reason why the chat cannot be translated any further; None: it can.
+        self.fault: str | None = None
         self._items: list[_Item] = []
+        self._calls = CallLog()
         self._finish_reason: str | None = None
         self._error: Mapping[str, Any] | None = None
 
@@ -276,20 +280,14 @@ class Translator:
         return [*events, self._event("response.in_progress", response=response)]
 
     def take(self, data: bytes) -> list[Event]:
-        """Return the response's events that one event of the chat causes."""
-        chunk = CHUNK.decode(data)
-        if chunk.error is not None:
-            self._error = chunk.error
-        events: list[Event] = []
-        for choice in chunk.choices or ():
-            events += self._take(choice)
-        return events
+        """Return the response's events that one event of the chat causes; none after a fault."""
+        return self._made(self._taken(data))
 
     def end(self, tokens: Tokens) -> list[Event]:
         """Return the response's last events, after the chat's stream is complete."""
-        events = self._close()
-        if not self._items and self._error is None:
-            events += [*self._open("message"), *self._close()]
+        events = [] if self._error is not None else self._made(self._finished())
+        if (item := self._current) is not None:
+            item.status = "incomplete"
         kind = {"completed": "completed", "failed": "failed"}.get(self.status, "incomplete")
         return [*events, self._event(f"response.{kind}", response=self.response(tokens))]
 
@@ -299,7 +297,7 @@ class Translator:
             return CANCELLED if self._error.get("code") == CANCELLED else "failed"
         if self._finish_reason is None:
             return "in_progress"
-        return "incomplete" if self._finish_reason == "length" else "completed"
+        return "incomplete" if self._finish_reason in _CUTS else "completed"
 
     def response(self, tokens: Tokens | None, *, is_queued: bool = False) -> Fields:
         """Return the response's object as it is now. `tokens`: the counts of an ended response;
@@ -317,8 +315,7 @@ class Translator:
             }
         error = None
         if status == "failed" and self._error is not None:
-            message = self._error.get("message")
-            error = {"code": "server_error", "message": message}
+            error = {"code": "server_error", "message": self._error["message"]}
         return {
             "id": self._stored.id,
             "object": "response",
@@ -326,7 +323,7 @@ class Translator:
             "status": "queued" if is_queued and status == "in_progress" else status,
             "background": self._asked.background,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"}
+            "incomplete_details": {"reason": _CUTS[self._finish_reason or ""]}
             if status == "incomplete"
             else None,
             "instructions": asked.get("instructions"),
@@ -353,6 +350,31 @@ class Translator:
         self._number += 1
         return event
 
+    def _made(self, events: Iterable[Event]) -> list[Event]:
+        made, fault = made_of(events)
+        if fault is not None:
+            self.fault, self._error = fault, {"message": fault}
+        return made
+
+    def _taken(self, data: bytes) -> Iterable[Event]:
+        if self._error is not None:
+            return
+        chunk = chunk_of(data)
+        if chunk.error is not None:
+            message, _, code = read_error(chunk.error)
+            self._error = {"message": message, "code": code}
+            return
+        for choice in chunk.choices or ():
+            yield from self._take(choice)
+
+    def _finished(self) -> Iterable[Event]:
+        if self._finish_reason is None:
+            raise UndecodableError("the chat ended without a finish reason")
+        yield from self._close()
+        if not self._items:
+            yield from self._open("message")
+            yield from self._close()
+
     def _take(self, choice: ReceivedChoice) -> Iterable[Event]:
         reasoning = choice.delta.reasoning_content or choice.delta.reasoning
         if reasoning:
@@ -360,13 +382,15 @@ class Translator:
         if choice.plain_text:
             yield from self._add("message", choice.plain_text, "response.output_text.delta")
         for raw in choice.delta.tool_calls or ():
-            yield from self._add_call(CALL.decode(raw))
+            yield from self._add_call(raw)
         if choice.finish_reason is not None:
             self._finish_reason = choice.finish_reason
+            self._check_complete()
 
     @property
     def _current(self) -> _Item | None:
-        return self._items[-1] if self._items and not self._items[-1].is_done else None
+        """Return the item that is not done; None: all are."""
+        return self._items[-1] if self._items and self._items[-1].status == "in_progress" else None
 
     def _add(self, kind: str, text: str, delta: str) -> Iterable[Event]:
         if (item := self._current) is None or item.kind != kind:
@@ -376,23 +400,23 @@ class Translator:
         logprobs: Fields = {"logprobs": []} if kind == "message" else {}
         yield self._event(delta, **self._place(item), content_index=0, delta=text, **logprobs)
 
-    def _add_call(self, call: ReceivedCall) -> Iterable[Event]:
-        item = self._current
-        if item is None or item.kind != "function_call" or item.call.index != call.index:
+    def _add_call(self, raw: msgspec.Raw) -> Iterable[Event]:
+        call, arguments = self._calls.take(raw)
+        if call.is_closed:
+            return
+        if (item := self._current) is None or item.call is not call:
+            call.check_named()
             yield from self._open("function_call", call)
             item = self._items[-1]
-        if arguments := call.function.arguments:
-            item.texts.append(arguments)
+        if arguments:
             kind = "response.function_call_arguments.delta"
             yield self._event(kind, **self._place(item), delta=arguments)
 
-    def _open(self, kind: str, call: ReceivedCall | None = None) -> Iterable[Event]:
+    def _open(self, kind: str, call: BegunCall | None = None) -> Iterable[Event]:
         yield from self._close()
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
         index = len(self._items)
-        item = _Item(
-            kind, f"{prefix}_{self._stored.id[5:]}{index:02}", index, call or ReceivedCall()
-        )
+        item = _Item(kind, f"{prefix}_{self._stored.id[5:]}{index:02}", index, call)
         self._items.append(item)
         described = item.described(is_new=True)
         yield self._event("response.output_item.added", output_index=index, item=described)
@@ -400,26 +424,42 @@ class Translator:
             part, place = item.part(""), self._place(item)
             yield self._event("response.content_part.added", **place, content_index=0, part=part)
 
-    def _close(self) -> list[Event]:
+    def _check_complete(self) -> bool:
+        """Return whether the item that is not done is complete: a call may not be, in a chat whose
+        output was cut.
+
+        Raises:
+            UndecodableError: it is a call that is not complete, and the chat was not cut.
+        """
+        item = self._current
+        try:
+            if item is not None and item.call is not None:
+                item.call.check_complete()
+        except UndecodableError:
+            if self._finish_reason not in _CUTS:
+                raise
+            return False
+        return True
+
+    def _close(self) -> Iterable[Event]:
         if (item := self._current) is None:
-            return []
-        item.is_done = True
+            return
+        item.status = "completed" if self._check_complete() else "incomplete"
         text, place = item.text, self._place(item)
-        events: list[Event] = []
-        if item.kind == "function_call":
-            kind, name = "response.function_call_arguments.done", item.call.function.name
-            events.append(self._event(kind, **place, name=name, arguments=text))
-        else:
+        if item.call is None:
             more: Fields = {"logprobs": []} if item.kind == "message" else {}
             kind = "output_text" if item.kind == "message" else "reasoning_text"
             done, part = f"response.{kind}.done", item.part(text)
-            events.append(self._event(done, **place, content_index=0, text=text, **more))
+            yield self._event(done, **place, content_index=0, text=text, **more)
             done = "response.content_part.done"
-            events.append(self._event(done, **place, content_index=0, part=part))
-        described = item.described()
+            yield self._event(done, **place, content_index=0, part=part)
+        else:
+            item.call.is_closed = True
+            if item.status == "completed":
+                kind, name = "response.function_call_arguments.done", item.call.name
+                yield self._event(kind, **place, name=name, arguments=text)
         done = "response.output_item.done"
-        events.append(self._event(done, output_index=item.index, item=described))
-        return events
+        yield self._event(done, output_index=item.index, item=item.described())
 
     def _place(self, item: _Item) -> Fields:
         return {"item_id": item.id, "output_index": item.index}

@@ -23,22 +23,6 @@ AS_IN_CHAT = {
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
-class ReceivedFunction(msgspec.Struct):
-    name: str = ""
-    arguments: str = ""
-
-
-class ReceivedCall(msgspec.Struct):
-    """A tool call of a chat, or a piece of one."""
-
-    index: int = 0
-    id: str = ""
-    function: ReceivedFunction = msgspec.field(default_factory=ReceivedFunction)
-
-
-CALL = msgspec.json.Decoder(ReceivedCall)
-
-
 def read_fields(
     body: bytes, allowed: Set[str], neutral: Mapping[str, tuple[Any, ...]], max_elements: int
 ) -> Fields:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from kvrs.errors import RequestError
 from kvrs.net.routes import JSON, Request, Response, retry_after
-from kvrs.protocol.anthropic import PATH, error_of
+from kvrs.protocol.anthropic import PATH
+from kvrs.protocol.anthropic_errors import error_of
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.open_stream import Failed
 
@@ -24,7 +25,7 @@ def refusal(failure: Failed) -> Response:
     headers = _NO_HEADERS
     if failure.retry_after_s is not None:
         headers = {"Retry-After": retry_after(failure.retry_after_s)}
-    elif failure.rejected and failure.status >= 500:
+    elif failure.status >= 500 and (failure.rejected or failure.is_final):
         # OpenAI's clients would repeat the request after a 5xx without this header.
         headers = {"X-Should-Retry": "false"}
     return json_response(failure.body, failure.status, headers)

@@ -7,23 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from kvrs.errors import UndecodableError
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.anthropic import (
     COUNT_PATH,
     PATH,
-    Event,
     MessageTranslator,
     chat_of,
     count_of,
     message_of,
     prompt_of,
 )
+from kvrs.protocol.openai.calls import Event
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.proxy.api.admission import ClientCall
+from kvrs.proxy.api.answers import refusal
 from kvrs.proxy.api.passed import TOKENIZE, Passed
 from kvrs.proxy.api.serving import Serving
 from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.open_stream import undecodable
 from kvrs.proxy.wire.requests import CHAT, ParsedRequest, read
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -71,8 +74,13 @@ class MessageClient:
             self._sse.break_silence()
 
     def send(self, events: Sequence[bytes]) -> None:
+        """Send what the events can be translated to. Raises UndecodableError: not all of them
+        can.
+        """
         if data := self._translated(events):
             self._sse.send_framed(data)
+        if (fault := self._translator.fault) is not None:
+            raise UndecodableError(fault)
 
     async def finish(self, data: bytes) -> Response:
         events = [event.removeprefix(_DATA) for event in data.split(b"\n\n") if event]
@@ -129,6 +137,10 @@ class MessagesApi:
 
 
 def _translated(response: Response, translate: Callable[[bytes], bytes]) -> Response:
-    if response.status == 200 and response.body is not None:
+    if response.status != 200 or response.body is None:
+        return response
+    try:
         response.body = translate(response.body)
+    except UndecodableError as error:
+        return refusal(undecodable(error))
     return response

@@ -3,9 +3,10 @@ any.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrs.errors import UndecodableError
 from kvrs.net.routes import Response
 from kvrs.protocol.openai.responses import ResponseRequest, Stored, Tokens, Translator, encoded
 from kvrs.proxy.mirror.keyed import KeyedStream
@@ -24,6 +25,11 @@ class ResponseReader:
         self._translator = translator
         self._after = after
         self._has_begun = False
+
+    @property
+    def fault(self) -> str | None:
+        """Reason why the stream cannot be translated any further; None: it can."""
+        return self._translator.fault
 
     def begin(self) -> None:
         if not self._has_begun:
@@ -65,14 +71,17 @@ class ResponseClient:
             self.reader.sse.when_free(resume)
 
     def send(self, events: Sequence[bytes]) -> None:
-        if self.reader is None:
+        """Pass events to the reader. Raises UndecodableError: not all of them can be translated."""
+        if (reader := self.reader) is None:
             return
         try:
-            self.reader.send(events)
+            reader.send(events)
         except ClientGoneError:
             if not self.stays:
                 raise
             self.detach()
+        if reader.fault is not None:
+            raise UndecodableError(reader.fault)
 
     def attach(self, reader: ResponseReader) -> None:
         self.detach()
@@ -93,3 +102,5 @@ class RunningResponse:
     keyed: KeyedStream
     client: ResponseClient
     task: "asyncio.Task[Outcome]"
+    # Makes the extra headers of an answer that is about to begin, as `head_of`.
+    head: Callable[[], Mapping[str, str]]

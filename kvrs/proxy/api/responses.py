@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, UndecodableError
 from kvrs.net.routes import WRITTEN, Request, Response, Routes
 from kvrs.protocol.mirror import BYTES_PER_ID
-from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.chunks import UNDECODABLE, error_body
 from kvrs.protocol.openai.chunks import sse as framed
 from kvrs.protocol.openai.responses import (
     CANCELLED,
@@ -43,7 +43,8 @@ from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.open_stream import Failed, Outcome
+from kvrs.proxy.streams.open_stream import Failed, Outcome, undecodable
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, read
 
 _FLUSH_TIMEOUT_S = 1.0
@@ -52,6 +53,7 @@ _FLUSH_TIMEOUT_S = 1.0
 _BEGIN_AFTER_S = 1.0
 _CONFLICT = "resume_conflict"
 _TRIES = 3
+_NO_HEADERS: Mapping[str, str] = {}
 _CANCELLED = Failed(499, error_body("the response was cancelled", code=CANCELLED))
 # Codes of failures that do not end the response: its stream continues elsewhere, or once the
 # response is requested again.
@@ -106,7 +108,7 @@ class ResponsesApi:
         running = await self._start(request, partial(self._new, request))
         asked = running.asked
         if asked.background and not asked.stream:
-            return self._answer(running.keyed.record)
+            return self._answer(running.keyed.record, running.head())
         running.client.stays = asked.background
         try:
             if asked.stream:
@@ -118,7 +120,7 @@ class ResponsesApi:
             raise
         if isinstance(outcome, Failed) and not running.keyed.record.state.complete:
             return refusal(outcome)
-        return self._answer(running.keyed.record)
+        return self._answer(running.keyed.record, running.head())
 
     async def _retrieve(self, request: Request) -> Response:
         streams, after = _position(request)
@@ -136,8 +138,9 @@ class ResponsesApi:
                 return await self._stored(request, found, None)
         running.client.stays = True
         if streams:
+            self._promise(running.keyed.journal)
             return await self._stream(request, running, after=after)
-        return self._answer(running.keyed.record)
+        return self._answer(running.keyed.record, running.head())
 
     async def _take_over(self, request: Request, record: Record) -> RunningResponse:
         """Continue a stream here that may run at another proxy."""
@@ -223,7 +226,7 @@ class ResponsesApi:
             key = keyed.record.key
             task = asyncio.current_task()
             assert task is not None
-            running = RunningResponse(entry.stored, entry.asked, keyed, client, task)
+            running = RunningResponse(entry.stored, entry.asked, keyed, client, task, call.head)
             self._running[key] = running
             try:
                 await keyed.flushed(_FLUSH_TIMEOUT_S)
@@ -240,8 +243,11 @@ class ResponsesApi:
         """Record the end of a response and return its outcome; a failed response stays failed."""
         keyed = running.keyed
         if isinstance(outcome, Failed) and outcome is not SUPERSEDED:
-            is_final = outcome is _CANCELLED or (
-                keyed.failure is None and _error(outcome).get("code") not in _TRANSIENT_CODES
+            code = _error(outcome).get("code")
+            is_final = (
+                outcome is _CANCELLED
+                or code == UNDECODABLE
+                or (keyed.failure is None and code not in _TRANSIENT_CODES)
             )
             is_refused = outcome.status < 500 and not keyed.record.events
             if is_final and is_refused and not running.asked.background:
@@ -261,7 +267,7 @@ class ResponsesApi:
         """Send all events after number `after`, present and future, until the response ends or
         another client reads it.
         """
-        sse = SseClient(request, dict)
+        sse = SseClient(request, running.head)
         reader = ResponseReader(sse, self._translator(running.stored, running.asked), after)
         client, keyed, task = running.client, running.keyed, running.task
         gone = asyncio.ensure_future(reader.gone.wait())
@@ -273,6 +279,8 @@ class ResponsesApi:
             elif running.asked.background:
                 reader.begin()
             client.attach(reader)
+            if reader.fault is not None:  # A proxy before this one had the events.
+                keyed.fail(undecodable(UndecodableError(reader.fault)))
             ends: set[asyncio.Future[Any]] = {task, gone}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             outcome: Outcome = task.result() if task.done() else SUPERSEDED
@@ -346,7 +354,16 @@ class ResponsesApi:
         served = self._driver.control.instances.model
         return Translator(stored, asked, str(asked.fields.get("model") or served or ""))
 
-    def _answer(self, record: Record) -> Response:
+    def _promise(self, journal: Journal) -> None:
+        """Note that a reader is about to get the head of a stream, also of a response that began
+        without one: the head's promise of exactness holds from now on.
+        """
+        if journal.is_promised is None:
+            journal.is_promised = not journal.inexact
+            if (live := self._driver.streams.get(journal.stream)) is not None:
+                self._driver.expect_token(live)  # The policy learns of the promise with it.
+
+    def _answer(self, record: Record, head: Mapping[str, str] = _NO_HEADERS) -> Response:
         """Return the response as its record has it now."""
         stored = Stored.decode(record.header.request)
         translator = self._translator(stored, _asked(stored))
@@ -356,7 +373,7 @@ class ResponsesApi:
         if tokens is not None:
             translator.end(tokens)
         described = translator.response(tokens, is_queued=not record.events)
-        return json_response(msgspec.json.encode(described))
+        return json_response(msgspec.json.encode(described), headers=head)
 
 
 def _left(sse: SseClient) -> Response:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from kvrs.core.model.live_stream import Complete
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, UndecodableError
 from kvrs.net.routes import WRITTEN, Request, Response
 from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.proxy.api.admission import Admissions, ClientCall, whole_fields
@@ -21,7 +21,7 @@ from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, StreamClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.open_stream import Failed, Outcome
+from kvrs.proxy.streams.open_stream import Failed, Outcome, undecodable
 from kvrs.proxy.streams.responses import HeldBack, WholeClient, answer, total_usage
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
@@ -127,7 +127,7 @@ class Serving:
         clients = [WholeClient(self._driver.context.parsers) for _ in journals]
         outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
         make = partial(answer, call.parsed, journals, clients, call.echoes)
-        return outcome, whole_response(outcome, make, call.head())
+        return whole_response(outcome, make, call.head())
 
     async def _respond_by_one(self, call: ClientCall) -> tuple[Outcome, Response]:
         """Let one engine answer the whole request, and another engine if the first dies."""
@@ -162,7 +162,7 @@ class Serving:
             if call.client is not None:
                 return outcome, await end_stream(call.client, outcome)
             make = partial(answer, call.parsed, [journal], [gathered], [echo])
-            return outcome, whole_response(outcome, make, call.head())
+            return whole_response(outcome, make, call.head())
         finally:
             self._mirror.close(keyed)
 
@@ -218,11 +218,18 @@ async def end_stream(client: StreamClient, outcome: Outcome) -> Response:
 
 def whole_response(
     outcome: Outcome, make_body: Callable[[], bytes], headers: Mapping[str, str]
-) -> Response:
+) -> tuple[Outcome, Response]:
+    """Return the response of a client that does not stream, and the outcome that counts: it is
+    another one if no body can be made.
+    """
     match outcome:
         case Complete():
-            return json_response(make_body(), headers=headers)
+            try:
+                return outcome, json_response(make_body(), headers=headers)
+            except UndecodableError as error:
+                failure = undecodable(error)
+                return failure, refusal(failure)
         case Failed():
-            return refusal(outcome)
+            return outcome, refusal(outcome)
         case _:
             assert_never(outcome)

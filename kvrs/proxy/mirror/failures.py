@@ -19,7 +19,6 @@ HANDED_OVER = _ended(
 )
 CUT = _ended(409, "inexact", "what the client has ends within a piece that cannot be cut")
 BROKEN = Failed(500, error_body("internal error of the proxy; see its log", kind="server_error"))
-CLIENT_GONE = Failed(499, error_body("the client is gone", kind="client_gone"))
 
 _REFUSALS = {
     Refusal.BUSY: (409, "resume_conflict", "the stream has just been resumed by another request"),

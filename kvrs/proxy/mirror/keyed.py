@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, UndecodableError
 from kvrs.protocol.mirror import BYTES_PER_ID, KvLocation, StreamEvent, pack_ids, unpack_ids
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.mirror.book import RecordBook
-from kvrs.proxy.mirror.failures import BROKEN, CLIENT_GONE, CUT
+from kvrs.proxy.mirror.failures import BROKEN, CUT
 from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.continuation import Continuation
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.open_stream import Failed
+from kvrs.proxy.streams.open_stream import CLIENT_GONE, Failed, undecodable
 from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -238,6 +238,8 @@ class KeyedStream:
             except ClientGoneError as error:
                 self._gone = str(error)
                 self._driver.end_early(self.journal.stream, CLIENT_GONE)
+            except UndecodableError as error:
+                self.fail(undecodable(error))
             except Exception:
                 # Without `_gone`, `finish` would wait for a client that gets nothing any more.
                 log.exception("internal error while writing to a client")

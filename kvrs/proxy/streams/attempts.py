@@ -14,9 +14,8 @@ from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import CannotContinue
-from kvrs.errors import ConfigError, KvrsError, UpstreamError
+from kvrs.errors import ConfigError, KvrsError, UndecodableError, UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call, store_load
 from kvrs.proxy.backends.rendering import tokenize_call, tokenized_ids
@@ -25,7 +24,7 @@ from kvrs.proxy.streams.answer_reader import Told
 from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.context import AttemptContext
 from kvrs.proxy.streams.continuation import Continuation, EngineText
-from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase
+from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase, failed_by
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
@@ -86,9 +85,8 @@ class AttemptCalls:
             self._over(attempt.failure(CallFault.REFUSED, str(error), final=error.is_final))
         except SlotDeniedError as error:
             self._over(attempt.denial(error.wait_s))
-        except ClientGoneError:
-            gone = error_body("the client is gone", kind="client_gone")
-            context.fail(live, Failed(499, gone))
+        except (ClientGoneError, UndecodableError) as error:
+            context.fail(live, failed_by(error))
         except ConfigError as error:
             context.control.end(live, CannotContinue(str(error)), context.clock())
         except UpstreamError as error:

@@ -10,9 +10,11 @@ import msgspec
 
 from kvrs.core.fleet.self_tests import TestedProcess
 from kvrs.core.model.live_stream import Complete, LiveStream
+from kvrs.errors import UndecodableError
 from kvrs.ids import InstanceId
 from kvrs.process.eager_task import EagerTask
-from kvrs.proxy.streams.clients import Client
+from kvrs.protocol.openai.chunks import UNDECODABLE, error_body
+from kvrs.proxy.streams.clients import Client, ClientGoneError
 from kvrs.proxy.wire.journal import Journal
 
 
@@ -25,9 +27,24 @@ class Failed(msgspec.Struct, frozen=True):
     body: bytes
     retry_after_s: float | None = None
     rejected: bool = False  # The request is at fault, not an instance or the proxy.
+    is_final: bool = False  # Clients must not repeat the request, though none is at fault.
 
 
 Outcome = Complete | Failed
+
+
+CLIENT_GONE = Failed(499, error_body("the client is gone", kind="client_gone"))
+
+
+def undecodable(error: UndecodableError) -> Failed:
+    """Return the failure of a stream whose output cannot be passed on in the form of its API."""
+    body = error_body(str(error), kind="server_error", code=UNDECODABLE)
+    return Failed(502, body, is_final=True)
+
+
+def failed_by(error: ClientGoneError | UndecodableError) -> Failed:
+    """Return the failure of a stream whose client takes no more events."""
+    return CLIENT_GONE if isinstance(error, ClientGoneError) else undecodable(error)
 
 
 class StreamPhase(StrEnum):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
-from kvrs.errors import UpstreamError
+from kvrs.errors import UndecodableError, UpstreamError
 from kvrs.protocol.openai.chunks import (
     BROKEN_REASONS,
     CHUNK,
@@ -149,6 +149,7 @@ class Relay(AnswerReader):
         Raises:
             UpstreamError: the attempt failed; what it delivered before stays delivered.
             RefusedError: the engine rejected the request within the stream.
+            UndecodableError: a parsed piece of the message cannot be read.
             ClientGoneError: the client is gone.
         """
         self.silence.heard_s = self._clock()
@@ -237,7 +238,7 @@ class Relay(AnswerReader):
         journal = self._journal
         had_tokens = len(journal.output_ids)
         events: list[bytes] = []
-        fault: UpstreamError | RefusedError | None = None
+        fault: UpstreamError | RefusedError | UndecodableError | None = None
         done = False
         try:
             for payload in payloads:
@@ -255,7 +256,7 @@ class Relay(AnswerReader):
                 if self._continuation is not None and journal.finish_reason is not None:
                     done = True
                     break
-        except (UpstreamError, RefusedError) as error:
+        except (UpstreamError, RefusedError, UndecodableError) as error:
             # Events before the fault in the same chunk are in the journal, so the client must get
             # them.
             fault = error
@@ -401,7 +402,7 @@ class Relay(AnswerReader):
                 if self._journal.note_text(choice, len(ids)):
                     self._noted = False
             except UNREADABLE:
-                raise UpstreamError("sent a malformed tool call") from None
+                raise UndecodableError("the engine sent a malformed tool call") from None
         return trimmed
 
     def _own_event(self, piece: Piece, received: ReceivedChoice | None = None) -> bytes:

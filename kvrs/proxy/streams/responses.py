@@ -6,7 +6,10 @@ from typing import Any
 
 import msgspec
 
-from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, usage_of
+from kvrs.errors import UndecodableError
+from kvrs.protocol.openai.calls import CallLog, chunk_of
+from kvrs.protocol.openai.chunks import ReceivedChoice, ReceivedDelta, usage_of
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.openai.usage import EngineFacts, facts_together, with_facts
 from kvrs.protocol.token_ids import encode
@@ -15,25 +18,12 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int
-    id: str | None = None
-    type: str | None = None
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
 class _Head(msgspec.Struct):
     id: str
     created: int
     model: str
 
 
-_CALL = msgspec.json.Decoder(_Call)
 _HEAD = msgspec.json.Decoder(_Head)
 
 
@@ -103,7 +93,7 @@ class WholeClient(BeginsAgain):
         self._whole: dict[str, Any] | None = None
         self._texts: list[str] = []
         self._reasoning: dict[str, list[str]] = {"reasoning_content": [], "reasoning": []}
-        self._calls: dict[int, _Call] = {}
+        self._log = CallLog()
         self._logprobs: dict[str, list[msgspec.Raw]] | None = None
 
     def take_whole(self, choice: dict[str, Any]) -> None:
@@ -111,8 +101,9 @@ class WholeClient(BeginsAgain):
         self._whole = choice
 
     def send(self, events: Sequence[bytes]) -> None:
+        """Take events. Raises UndecodableError: one of them is no event of an answer."""
         for event in events:
-            for choice in CHUNK.decode(event).choices or ():
+            for choice in chunk_of(event).choices or ():
                 self._take(choice)
 
     def choice(self, journal: Journal, index: int, echo: str | None) -> dict[str, Any]:
@@ -139,7 +130,11 @@ class WholeClient(BeginsAgain):
         self._texts.append(choice.plain_text)
         if choice.is_parsed:
             self._take_parsed(choice.delta)
-        for name, values in choice.logprob_lists().items():
+        try:
+            lists = choice.logprob_lists()
+        except UNREADABLE:
+            raise UndecodableError("the engine sent malformed log probabilities") from None
+        for name, values in lists.items():
             self._logprobs = self._logprobs or {}
             self._logprobs.setdefault(name, []).extend(values or ())
 
@@ -149,36 +144,23 @@ class WholeClient(BeginsAgain):
                 texts.append(text)
                 self._parsers.reasoning = True
         for call in delta.tool_calls or ():
-            self._take_call(_CALL.decode(call))
-
-    def _take_call(self, call: _Call) -> None:
-        """Add a tool call, or a piece of the arguments of one."""
-        if (begun := self._calls.setdefault(call.index, call)) is call:
-            return
-        begun.id, begun.type = begun.id or call.id, begun.type or call.type
-        begun.function.name = begun.function.name or call.function.name
-        begun.function.arguments = (begun.function.arguments or "") + (
-            call.function.arguments or ""
-        )
+            self._log.take(call)
 
     def _message(self) -> dict[str, Any]:
-        content = "".join(self._texts)
+        content, calls = "".join(self._texts), self._log.calls
         message: dict[str, Any] = {
-            "content": content if content or not self._calls else None,
+            "content": content if content or not calls else None,
             "role": "assistant",
         }
         message |= {name: "".join(texts) for name, texts in self._reasoning.items() if texts}
-        if self._calls:
+        if calls:
             message["tool_calls"] = [
                 {
                     "id": call.id,
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": call.function.arguments or "",
-                    },
+                    "function": {"name": call.name, "arguments": call.arguments},
                     "type": call.type or "function",
                 }
-                for _, call in sorted(self._calls.items())
+                for _, call in sorted(calls.items())
             ]
         return message
 
@@ -189,10 +171,17 @@ def answer(
     clients: Sequence[WholeClient],
     echoes: Sequence[str | None],
 ) -> bytes:
-    """Make the body of a response whose choices are all complete."""
+    """Make the body of a response whose choices are all complete.
+
+    Raises:
+        UndecodableError: the engine's head of the response is no head of an answer.
+    """
     first = journals[0]
     assert first.head is not None
-    head = _HEAD.decode(first.head + b"}")
+    try:
+        head = _HEAD.decode(first.head + b"}")
+    except UNREADABLE:
+        raise UndecodableError("the engine's first event has no id, time and model") from None
     usage, facts = total_usage(journals)
     is_chat = isinstance(parsed.request, ChatRequest)
     made: dict[str, Any] = {

@@ -4,12 +4,8 @@ import os
 import socket
 import ssl
 
-import msgspec
-
 from kvrs.errors import UpstreamError
-
-# Errors of msgspec for malformed bytes.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+from kvrs.protocol.openai.decoding import UNREADABLE as UNREADABLE
 
 
 class ConnectionLostError(UpstreamError):

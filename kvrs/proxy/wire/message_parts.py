@@ -23,12 +23,15 @@ class _Function(msgspec.Struct, gc=False):
 
 
 class _Call(msgspec.Struct, gc=False):
-    """A piece of a streamed tool call. Only the piece with the name has the call's id."""
+    """Fields of a piece of a streamed tool call that are counted. Chats pass the others on as they
+    are, so they may have any form.
+    """
 
-    index: int = 0
-    function: _Function = msgspec.field(default_factory=_Function)
+    index: int | None = None
+    function: _Function | None = None
 
 
+_NO_FUNCTION = _Function()
 _CALL = msgspec.json.Decoder(_Call)
 
 
@@ -43,8 +46,9 @@ def parsed_parts(choice: ReceivedChoice) -> Iterator[tuple[str, str]]:
         yield REASONING, reasoning
     for raw in delta.tool_calls or ():
         call = _CALL.decode(raw)
-        yield name_of(call.index), call.function.name or ""
-        yield arguments_of(call.index), call.function.arguments or ""
+        index, function = call.index or 0, call.function or _NO_FUNCTION
+        yield name_of(index), function.name or ""
+        yield arguments_of(index), function.arguments or ""
 
 
 def all_parts(choice: ReceivedChoice) -> Iterator[tuple[str, str]]:

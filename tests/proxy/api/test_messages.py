@@ -95,6 +95,29 @@ async def test_a_resumed_message_has_each_event_once(system: ProxyCluster) -> No
     await events({"Last-Event-ID": ids[0], "X-Api-Key": "of another client"}, status=404)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("headers", [{}, KEYED], ids=["plain", "keyed"])
+async def test_a_message_has_the_head_of_an_inexact_chat(
+    build: ProxyClusterBuilder, headers: dict[str, str], stream: bool
+) -> None:
+    """It is continued as the chat is."""
+
+    def prepare(instances: Any) -> None:
+        for instance in instances.values():
+            instance.capabilities = []
+
+    system = await build(pairs=1, prepare=prepare)
+    body = asked("latin", stream=stream, presence_penalty=0.5)
+    del body["extra_body"]
+    async with system.http.post(
+        system.url + "/v1/messages", json=body, headers=headers
+    ) as response:
+        await response.read()
+
+    assert response.headers["X-Kvrs-Exact"] == "no"
+    assert "presence_penalty" in response.headers["X-Kvrs-Inexact"]
+
+
 async def test_a_message_that_waits_gets_pings(build: ProxyClusterBuilder) -> None:
     """Between whole events, which stay those of a calm message."""
     system = await build(pairs=1, proxy={"token_gap_s": 3600.0})
@@ -178,7 +201,7 @@ async def test_a_message_that_cannot_go_on_ends_with_an_error(
             await stream.until_done()
         snapshot = stream.current_message_snapshot
 
-    assert failed.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+    assert failed.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
     assert snapshot.content
     assert snapshot.stop_reason is None
 

@@ -9,6 +9,7 @@ import pytest
 from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from kvrs_testkit.scripted import Fault
+from tests.proxy.conftest import ProxyClusterBuilder
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
@@ -163,6 +164,58 @@ async def test_a_response_in_the_background_is_polled_read_and_cancelled(
     assert SCENARIOS["cjk"].startswith(cancelled.output_text)
     assert await client.responses.retrieve(second.id) == cancelled
     assert (await system.state())["streams"] == []
+
+
+async def test_every_answer_has_the_head_of_an_inexact_chat(build: ProxyClusterBuilder) -> None:
+    """Streamed, whole, in the background, and retrieved while the stream runs."""
+
+    def prepare(instances: Any) -> None:
+        for instance in instances.values():
+            instance.capabilities = []
+
+    system = await build(prepare=prepare)
+    body = asked("latin", presence_penalty=0.5)
+
+    async def head(method: str = "POST", path: str = "", **fields: Any) -> tuple[Any, Any]:
+        """The heads of an answer, and the answer unless it is a stream."""
+        url, json = f"{system.url}/v1/responses{path}", body | fields if not path else None
+        async with system.http.request(method, url, json=json) as response:
+            is_stream = response.content_type == "text/event-stream"
+            found = {} if is_stream else await response.json()
+            return [response.headers.get(f"X-Kvrs-{one}") for one in ("Exact", "Inexact")], found
+
+    heads = [(await head())[0], (await head(stream=True))[0]]
+    system.script.gate, system.script.gate_at = asyncio.Event(), 4
+    background, begun = await head(background=True)
+    await system.until_streams_hold(4)
+    heads += [background, (await head("GET", f"/{begun['id']}"))[0]]
+    heads.append((await head("GET", f"/{begun['id']}?stream=true"))[0])
+    system.script.gate.set()
+
+    assert heads == [["no", "presence_penalty, tokenizer"]] * 5
+
+
+@pytest.mark.parametrize("retrieved", [False, True])
+async def test_the_head_of_a_stream_is_a_promise(
+    system: ProxyCluster, client: openai.AsyncOpenAI, retrieved: bool
+) -> None:
+    """Also that of a response that began without a stream, and not that of a whole answer."""
+    system.script.gate, system.script.gate_at = asyncio.Event(), 4
+    begun: Any = await client.responses.create(
+        **asked("latin", background=retrieved), stream=not retrieved
+    )
+    await system.until_streams_hold(4)
+    (live,) = system.proxy.parts.driver.streams.values()
+    before = live.journal.is_promised
+    if retrieved:
+        begun = await client.responses.retrieve(begun.id, stream=True)
+    await anext(begun)
+    after = live.journal.is_promised
+    system.script.gate.set()
+    await begun.close()
+
+    assert before is (None if retrieved else True)
+    assert after is True
 
 
 async def test_max_output_tokens_leave_an_incomplete_response(client: openai.AsyncOpenAI) -> None:
