@@ -191,6 +191,9 @@ class Control(Generic[S]):
                 journal.kept,
                 journal.tenant,
                 journal.name,
+                journal.needs_replay,
+                journal.only_replay,
+                journal.is_sampled,
             )
         self.tell(arrival, now_s)
 
@@ -326,26 +329,31 @@ class Control(Generic[S]):
             assert live.attempt.plan is not None
             self._shell.give_end(live, live.attempt.plan)
             return False
-        if not journal.is_recoverable:
-            self.end(live, CannotContinue(NO_IDS), now_s)
-            return False
-        # Parsed output, for example, continues exactly only by a replay; the head of the response,
-        # which promises exact tokens, was sent before this was known.
-        unkept = [each for each in journal.inexact if each not in journal.replayed]
-        is_unkept = journal.promise is not ev.Promise.NONE and unkept
-        is_lost = journal.only_replay and not self._may_repeat(journal)
-        if (is_unkept or is_lost) and journal.produced_tokens:
-            cause = f"cannot be continued exactly: {', '.join(unkept or journal.inexact)}"
+        if (cause := self.why_lost(journal)) is not None:
             self.end(live, CannotContinue(cause), now_s)
             return False
         return True
 
-    def _may_repeat(self, journal: StreamJournal) -> bool:
-        """Return whether some instance may be found to generate the stream's output again, by its
+    def why_lost(self, journal: StreamJournal) -> str | None:
+        """Return why the begun stream cannot be continued as it must be; None: it can, as far as is
+        known.
+        """
+        if not journal.is_recoverable:
+            return NO_IDS
+        # Parsed output, for example, continues exactly only by a replay; the head of the response,
+        # which promises exact tokens, was sent before this was known.
+        unkept = [each for each in journal.inexact if each not in journal.replayed]
+        is_unkept = journal.promise is not ev.Promise.NONE and unkept
+        is_lost = journal.only_replay and not (journal.is_repeatable and self._may_repeat())
+        if (is_unkept or is_lost) and journal.produced_tokens:
+            return f"cannot be continued exactly: {', '.join(unkept or journal.inexact)}"
+        return None
+
+    def _may_repeat(self) -> bool:
+        """Return whether some instance may be found to generate another one's output again, by its
         processor or because its self-test is equal.
         """
-        is_found = self.self_tests.enabled or self.instances.replays(0) is not Replays.NOWHERE
-        return journal.is_repeatable and is_found
+        return self.self_tests.enabled or self.instances.replays(0) is not Replays.NOWHERE
 
     def halt(self, live: S) -> None:
         """End an attempt that the policy has dropped; the stream continues without it."""

@@ -63,6 +63,7 @@ def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None
     deadlines = deadlines_of(event.deadlines, state.settings.slo)
     stream = state.streams[event.stream] = state.stream_of(event.stream)
     stream.admit(event, state.arrivals, deadlines, common, now_s)
+    stream.generates = state.view.generates
     state.arrivals += 1
     kv_locations.inherit(state, stream, event.kept)
     starter.place_all(state, [stream], now_s)

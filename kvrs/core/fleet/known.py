@@ -5,6 +5,7 @@ Only one model is served at a time. There are no agents when `backup.mode` is of
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from math import inf
 
 import msgspec
 
@@ -157,7 +158,8 @@ class Instances:
             some = Replays.SOMEWHERE if any(decoding) else Replays.NOWHERE
             self._replays = Replays.ALWAYS if decoding and all(decoding) else some
             steps_s = [known.prefill.step_overhead_s for known in members if known.decodes]
-            self._replay_tokens = REPLAY_S_MAX / max(steps_s, default=REPLAY_S_MAX)
+            step_s = max(steps_s, default=0.0)
+            self._replay_tokens = REPLAY_S_MAX / step_s if step_s else inf
         is_bounded = longest is not None and longest <= self._replay_tokens
         is_rare = self._replays is Replays.NOWHERE
         return self._replays if is_bounded or is_rare else Replays.SOMEWHERE

@@ -211,6 +211,12 @@ class ClusterView:
             self._update_drained()
         self._update_pairs(changed)
 
+    @property
+    def generates(self) -> str:
+        """`Member.generates` of all decode instances; empty: it is not known, or they differ."""
+        found = {member.generates for member in self.members.values() if member.decodes}
+        return found.pop() if len(found) == 1 else ""
+
     def _compare_tokens(self) -> None:
         members = self.members.values()
         tokens = {member.tokens for member in members if member.decodes and member.tokens}

@@ -256,6 +256,9 @@ class StreamAdopted(_Event, frozen=True):
     kept: tuple[Kept, ...] = ()
     tenant: str = ""
     name: str = ""
+    needs_replay: bool = False  # These three as in `StreamResumed`.
+    only_replay: bool = False
+    is_sampled: bool = False
 
 
 class PrefillDone(_Event, frozen=True, gc=False):

@@ -352,6 +352,8 @@ class Stream:
         self.prompt_tokens, self.produced_tokens = event.prompt_tokens, event.produced_tokens
         self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True
         self.first_token_sent = event.produced_tokens > 0
+        self.needs_replay, self.only_replay = event.needs_replay, event.only_replay
+        self.is_sampled = event.is_sampled
         self.recovery.note_failure("taken over from another proxy", None, now_s)
 
     @property

@@ -21,7 +21,8 @@ from kvrs.ids import StreamId
 from kvrs.net.http_request import NO_HEADERS
 from kvrs.net.routes import Request
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
-from kvrs.protocol.openai.chunks import TOO_LONG
+from kvrs.protocol.mirror import BYTES_PER_ID
+from kvrs.protocol.openai.chunks import CHUNK, TOO_LONG, ReceivedChoice
 from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
@@ -352,6 +353,14 @@ class Admissions:
     def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
         journal = reopened(record, parsed, self._clock())
         journal.is_strict = self._settings.inexact is Inexact.REFUSE
+        if self._instances.plain is not None:
+            journal.never_as_text = is_never_text(parsed)
+            journal.has_generator = self._backend != SGLANG
+            journal.replayed = replayable(
+                journal.inexact, parsed, has_generator=journal.has_generator
+            )
+            if parsed.endpoint is CHAT:
+                journal.restore(_received(record))
         # The instance that began the output is not known here, so a difference between any
         # instances counts.
         comparison, is_drawn = self._self_tests.comparison, parsed.request.temperature > 0
@@ -414,6 +423,13 @@ class Admissions:
             if journal.parsed.prefix is None:  # All choices of a prompt share the prefix.
                 size_bytes = journal.parsed.size_bytes
                 await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
+
+
+def _received(record: Record) -> Iterable[tuple[ReceivedChoice, int]]:
+    """Yield the choices of the events that a client has, each with its number of ids."""
+    for event in record.events:
+        for choice in CHUNK.decode(event.data).choices or ():
+            yield choice, len(event.ids) // BYTES_PER_ID
 
 
 def check_whole(call: ClientCall) -> None:

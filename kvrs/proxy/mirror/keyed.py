@@ -340,7 +340,8 @@ def _rest_of(
     assert received.choices
     whole, own = received.choices[0], unpack_ids(event.ids).tolist()
     continuation = Continuation(
-        replace(journal, output_ids=packed([*ids, *own[:has]]), text_sent=None), tokenizer
+        replace(journal, output_ids=packed([*ids, *own[:has]]), text_sent=None, parts=None),
+        tokenizer,
     )
     missing = own[has:]
     piece = (

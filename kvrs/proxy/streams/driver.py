@@ -12,7 +12,7 @@ from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.incidents import Incidents
-from kvrs.core.control import NO_IDS, Control
+from kvrs.core.control import Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -164,8 +164,9 @@ class Driver:
         """Run one stream to its end, and return its outcome; a cancelled caller ends the stream."""
         # The stream comes from another proxy, or from a cut connection, and cannot continue without
         # ids.
-        if journal.lacks_ids and not journal.finished:
-            return Failed(502, error_body(NO_IDS, kind="server_error", code="inexact"))
+        is_begun = bool(journal.produced_tokens) and not journal.finished
+        if is_begun and (lost := self.control.why_lost(journal)) is not None:
+            return Failed(502, error_body(lost, kind="server_error", code="inexact"))
         can_run = journal.output_ids or self.control.policy.members
         if not can_run and (cause := all_refused(self.control.instances)) is not None:
             message = f"no instance can be used: {cause}"

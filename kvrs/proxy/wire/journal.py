@@ -250,14 +250,16 @@ class Journal:
                 self.never_as_text = True
         self.answer_from = None
 
-    def restore(self, choices: Iterable[ReceivedChoice]) -> None:
-        """Note the events that the client has, of a stream that ran at another proxy."""
+    def restore(self, events: Iterable[tuple[ReceivedChoice, int]]) -> None:
+        """Note the choices that the client has, each with its number of ids, of a chat that ran at
+        another proxy.
+        """
         ids, self.output_ids = self.output_ids, array("I")
         self.text_sent, self.parts = 0, MessageParts()
-        for choice in choices:
-            own = choice.token_ids or ()
-            self.output_ids.extend(own)
-            self.note_text(choice, len(own))
+        for choice, count in events:
+            at = len(self.output_ids)
+            self.output_ids.extend(ids[at : at + count])
+            self.note_text(choice, count)
         self.output_ids = ids
 
     def cannot_replay(self) -> None:
