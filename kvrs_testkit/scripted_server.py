@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrs.net.connections import ConnectionLimits, PortConnection
 from kvrs.net.http import PieceWriter, inner_server
-from kvrs.net.routes import Handler, Request, Response, Routes
+from kvrs.net.routes import WRITTEN, Handler, Request, Response, Routes
 from kvrs.net.server import HttpServer
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs_lab.cluster.ports import _bind
@@ -18,6 +18,10 @@ from kvrs_testkit.memory_loop import MemoryLoop
 
 SECRET = b"a secret of the tests"
 _PIDS = itertools.count(1000)
+
+
+class StreamDiedError(Exception):
+    """A stream has ended behind the byte at which it was to end."""
 
 
 class DyingWriter(PieceWriter):
@@ -28,7 +32,7 @@ class DyingWriter(PieceWriter):
         self._server, self._written = server, 0
 
     async def write(self, data: bytes) -> None:
-        """Raises ConnectionResetError: the stream has died, or its client has left."""
+        """Raises StreamDiedError, or ConnectionResetError: the client has left."""
         dies_at = self._server.dies_at_byte
         if dies_at is None or self._written + len(data) < dies_at:
             self._written += len(data)
@@ -38,7 +42,7 @@ class DyingWriter(PieceWriter):
         if rest := data[: dies_at - self._written]:
             await super().write(rest)
         self.transport.close()  # Sends first what was written.
-        raise ConnectionResetError("the stream has died")
+        raise StreamDiedError
 
 
 @dataclass(eq=False)
@@ -133,4 +137,7 @@ class ScriptedServer:
         self.headers.append(headers := dict(request.headers))
         if request.content_length:  # That of a usual request is no header any more.
             headers["Content-Length"] = str(request.content_length)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except StreamDiedError:
+            return WRITTEN

@@ -125,7 +125,9 @@ class ScriptedSglang(ScriptedServer):
                 "disaggregation_transfer_backend": self.transfer_backend,
                 "disaggregation_bootstrap_port": self.port if self.role == "prefill" else 0,
                 "disable_radix_cache": False,
-                "reasoning_parser": self.reasoning_parser,
+                "reasoning_parser": self.recording.reasoning_parser
+                if self.recording is not None
+                else self.reasoning_parser,
                 "enable_custom_logit_processor": self.replays,
                 "hicache_storage_backend_extra_config": '{"module_path": "kvrs.sglang.storage"}',
                 "max_running_requests": self.max_running,

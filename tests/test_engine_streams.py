@@ -6,7 +6,7 @@ import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -152,6 +152,53 @@ def test_forced_calls_end_as_the_engine_ends_them(engine: str, choice: str, fini
 
     assert len(forced) >= 5
     assert {one.finish_reason for one in forced} == {finish}
+
+
+def calls_of(name: str) -> list[list[dict[str, Any]]]:
+    """The pieces of calls in each event that has some."""
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in recordings()[name].data]
+    return [delta["tool_calls"] for delta in deltas if delta.get("tool_calls")]
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "names"),
+    [
+        ("vllm-tools-hermes", "absent", "absent"),
+        ("vllm-tools-pythonic", "null", "absent"),
+        ("vllm-tools-pythonic-required", "absent", "null"),
+        ("vllm-tools-pythonic-named", "absent", "absent"),
+        ("sglang-tools-qwen25", "null", "null"),
+        ("sglang-tools-pythonic-required", "null", "null"),
+    ],
+)
+def test_later_pieces_of_a_call_have_nulls_as_the_engine_has_them(
+    name: str, ids: str, names: str
+) -> None:
+    """A reader that takes a null for a name, or a second id for a second call, is wrong."""
+    later = [piece for pieces in calls_of(name) for piece in pieces if not piece.get("id")]
+
+    assert later
+    for found, meant in (
+        ([piece.get("id", "absent") for piece in later], ids),
+        ([piece["function"].get("name", "absent") for piece in later], names),
+    ):
+        assert set(found) == {None if meant == "null" else meant}
+
+
+def test_one_event_may_begin_two_calls_or_end_the_text_too() -> None:
+    both = recordings()["vllm-tools-glm47-by4"]
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in both.data]
+
+    assert [len(pieces) for pieces in calls_of("vllm-tools-pythonic-by4") if len(pieces) > 1] == [2]
+    assert [delta for delta in deltas if delta.get("content") and delta.get("tool_calls")]
+
+
+def test_vllm_sends_ids_of_which_a_client_gets_nothing() -> None:
+    """Events without a delta carry the ids of markers, and of a call that is not complete."""
+    silent = [event for event in recordings()["vllm-tools-hermes"].data if '"delta":{}' in event]
+
+    assert len(silent) > 10
+    assert all(json.loads(event)["choices"][0]["token_ids"] for event in silent)
 
 
 def test_readme_lists_what_is_left_out_and_what_differs() -> None:

@@ -271,3 +271,14 @@ async def test_streams_wait_at_the_gate(play: Any) -> None:
     server.script.gate.set()
 
     assert Answer.of(data_of(await asked)).ids == HERMES.ids
+
+
+async def test_a_server_that_plays_a_thought_reports_its_reasoning_parser(play: Any) -> None:
+    """A proxy renders the chats of servers without one itself."""
+    server, _ = await play(SGLANG["sglang-thought-qwen3"])
+
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(f"http://127.0.0.1:{server.port}/server_info") as response,
+    ):
+        assert (await response.json())["reasoning_parser"] == "qwen3"
