@@ -397,7 +397,6 @@ class Admissions:
                         replays=call.replays,
                         never_as_text=call.never_as_text,
                         has_generator=call.has_generator,
-                        is_whole=not one.request.stream,
                         can_begin_again=not one.request.stream,
                         is_strict=self._settings.inexact is Inexact.REFUSE,
                         asks_usage=not one.request.stream or wants_usage,

@@ -219,7 +219,7 @@ class ResponsesApi:
             journal.marks, journal.asks_usage = [], True
             # A response in the background is read while it runs.
             if entry.asked.stream or entry.asked.background:
-                journal.is_whole = journal.can_begin_again = False
+                journal.can_begin_again = False
             assert call.resume is not None
             client = ResponseClient()
             keyed = self._mirror.open(call.resume, journal, call.found, client, sync=True)

@@ -102,7 +102,6 @@ class Journal:
     never_as_text: bool = False
     # Each request at the engine has a random generator of its own, which begins with its seed.
     has_generator: bool = True
-    is_whole: bool = False  # The client gets the answer in one piece, with its head.
     # Nothing outside this journal has any of the output before its end, so that it can be dropped.
     can_begin_again: bool = False
     # Texts of a chat's message that the client has; None: not a chat of an engine with parsers.
@@ -134,7 +133,7 @@ class Journal:
         """Note that the response's head is about to be written: its promise of exactness holds from
         now on. The head of a whole answer is written at the end, and promises nothing.
         """
-        if self.is_promised is None and not self.is_whole:
+        if self.is_promised is None and self.parsed.request.stream:
             self.is_promised = not self.inexact
 
     @property
