@@ -42,8 +42,8 @@ class Seam(StrEnum):
     EXACT = "exact"
     # The engine gets the field again, but counts from the seam, so its output may differ.
     INEXACT = "inexact"
-    # The engine does not get the field, which would start anew at the seam; its output may differ.
-    LEFT_OUT = "left out"
+    # The stream has no seam: the field would start anew there, so the request runs once more.
+    AGAIN = "again"
 
 
 class BodyField(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ _VLLM_ONLY, _SGLANG_ONLY, _STOCK = (_R, _R, _P, _R), (_R, _R, _R, _P), (_R, _R, 
 _BUT_SGLANG = (_U, _U, _U, _R)
 _VLLM_WHOLE = (_R, _R, Treatment.WHOLE, _R)
 _INTERNAL = (Treatment.INTERNAL,) * 4
-_INEXACT, _LEFT_OUT = Seam.INEXACT, Seam.LEFT_OUT
+_INEXACT, _AGAIN = Seam.INEXACT, Seam.AGAIN
 
 # All fields. Rules on more than one field are in kvrs/proxy/wire/exactness.py.
 FIELDS: tuple[BodyField, ...] = (
@@ -137,11 +137,11 @@ FIELDS: tuple[BodyField, ...] = (
     # Not exact when continued: a bad word of several tokens may begin before the seam.
     BodyField("bad_words", _R, _R, _U, _R, seam=_INEXACT, of_output=True, neutral=([],)),
     BodyField("watermarking", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
-    BodyField("response_format", _U, _R, _P, _P, seam=_LEFT_OUT, neutral=({"type": "text"},)),
-    BodyField("structured_outputs", *_VLLM_ONLY, seam=_LEFT_OUT, of_output=True),
-    BodyField("regex", *_SGLANG_ONLY, seam=_LEFT_OUT, of_output=True),
-    BodyField("ebnf", *_SGLANG_ONLY, seam=_LEFT_OUT, of_output=True),
-    BodyField("json_schema", *_SGLANG_ONLY, _COMPLETIONS, seam=_LEFT_OUT, of_output=True),
+    BodyField("response_format", _U, _R, _P, _P, seam=_AGAIN, neutral=({"type": "text"},)),
+    BodyField("structured_outputs", *_VLLM_ONLY, seam=_AGAIN, of_output=True),
+    BodyField("regex", *_SGLANG_ONLY, seam=_AGAIN, of_output=True),
+    BodyField("ebnf", *_SGLANG_ONLY, seam=_AGAIN, of_output=True),
+    BodyField("json_schema", *_SGLANG_ONLY, _COMPLETIONS, seam=_AGAIN, of_output=True),
     BodyField("guided_json", *_NOWHERE, instead="structured_outputs"),
     BodyField("guided_regex", *_NOWHERE, instead="structured_outputs"),
     BodyField("guided_choice", *_NOWHERE, instead="structured_outputs"),
@@ -227,7 +227,8 @@ NOT_FOR_PREFILL = frozenset(row.name for row in FIELDS if row.of_output)
 NOT_FOR_IDS = frozenset(row.name for row in FIELDS if row.of_text)
 # Fields of chats only, left out when a chat is continued as a completion.
 NOT_FOR_COMPLETIONS = frozenset(row.name for row in FIELDS if row.api is ApiKind.CHAT)
-NOT_AFTER_SEAM = frozenset(row.name for row in FIELDS if row.seam is Seam.LEFT_OUT)
+# Fields whose output is not continued from its ids.
+ONLY_AGAIN = frozenset(row.name for row in FIELDS if row.seam is Seam.AGAIN)
 
 _NULLS_OF_VLLM = frozenset(row.name for row in FIELDS if row.null_counts)
 

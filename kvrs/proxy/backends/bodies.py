@@ -20,7 +20,6 @@ from kvrs.protocol.instance import (
     SourceRange,
 )
 from kvrs.protocol.openai.fields import (
-    NOT_AFTER_SEAM,
     NOT_FOR_COMPLETIONS,
     NOT_FOR_IDS,
     NOT_FOR_PREFILL,
@@ -336,5 +335,3 @@ def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
     fields["max_tokens"] = journal.remaining_tokens
     fields["min_tokens"] = max(0, journal.parsed.request.min_tokens - produced)
     fields.pop("stop", None)
-    for name in NOT_AFTER_SEAM if produced else ():
-        fields.pop(name, None)

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 import msgspec
 
 from kvrs.core.fleet.tested import Continues
-from kvrs.protocol.openai.fields import NOT_AFTER_SEAM, inexact_fields
+from kvrs.protocol.openai.fields import ONLY_AGAIN, inexact_fields
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.requests import ParsedRequest
@@ -103,7 +103,7 @@ def is_never_text(parsed: ParsedRequest) -> bool:
     """
     request = parsed.request
     may_call = isinstance(request, ChatRequest) and request.may_call_tools
-    return may_call or not NOT_AFTER_SEAM.isdisjoint(parsed.fields)
+    return may_call or not ONLY_AGAIN.isdisjoint(parsed.fields)
 
 
 def is_plain_chat(parsed: ParsedRequest) -> bool:
