@@ -66,7 +66,7 @@ class TargetSeries(Series):
 
     async def _round(self, fate: Fate) -> dict[str, Any]:
         kinds = list(KINDS)
-        requests = [make_requests(kind, self._choose)[0] for kind in kinds]
+        requests = [make_requests(KINDS[kind], self._choose)[0] for kind in kinds]
         start_s = time.time()
         asked = [asyncio.create_task(self._ask(request)) for request in requests]
         there = await self._under_way(asked)
@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
         servers = VllmServers(vllm_config(directory), os.environ[PYTHON_ENV], *FLAGS)
         stack.enter_context(servers).start_all()
         servers.start_proxy(servers.config)
-        series = TargetSeries(servers, console, options.seed)
+        series = TargetSeries(servers, KINDS, console, options.seed)
         rows = asyncio.run(series.rounds(options.kills or 15, until_s))
         servers.stop_proxy()
     wrong = sum(len(row["wrong"]) for row in rows)

@@ -2,7 +2,8 @@
 
 Chats with a grammar, a tool call, penalties, log probabilities or a seed run in waves; in each wave
 a decode server hangs, or in the first one of a kind is killed, when all streams are under way. The
-same requests run undisturbed afterwards.
+same requests run undisturbed afterwards. With `--stock` the servers have no processor, so that each
+stream is equal, or ends with an error; `--thoughts` starts them with a reasoning parser.
 """
 
 import argparse
@@ -84,6 +85,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "log probabilities": _LONG | {"logprobs": True, "top_logprobs": 3},
     "seeded": _LONG | {"temperature": 1.0, "top_p": 0.9},
 }
+# At stock servers: those that are not continued from their ids.
+STOCK = ("JSON schema", "JSON schema, seeded", "tools", "tools, seeded")
+# All that a random model generates is a thought to the parser, which waits for its end.
+PARSER = ("--reasoning-parser", "deepseek_r1")
+THOUGHTS: dict[str, dict[str, Any]] = {
+    "thoughts": _LONG,
+    "thoughts, seeded": _LONG | {"temperature": 1.0},
+}
 
 
 @dataclass
@@ -94,6 +103,7 @@ class Said:
     errors: list[Any] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    thought: str = ""
     calls: dict[int, str] = field(default_factory=dict)  # Names and arguments.
     logprobs: list[Any] = field(default_factory=list)
     finish: str | None = None
@@ -106,6 +116,7 @@ class Said:
             delta = choice["delta"]
             self.ids += choice.get("token_ids") or ()
             self.text += delta.get("content") or ""
+            self.thought += delta.get("reasoning") or ""
             for call in delta.get("tool_calls") or ():
                 function, index = call["function"], call["index"]
                 part = (function.get("name") or "") + (function.get("arguments") or "")
@@ -117,6 +128,13 @@ class Said:
     def has_ended(self) -> bool:
         """By itself: what it says is whole."""
         return self.finish in ("stop", "tool_calls")
+
+    def is_begin_of(self, calm: "Said") -> bool:
+        """An answer that ended with an error has nothing that the calm one has not."""
+        parts = [(self.text, calm.text), (self.thought, calm.thought)]
+        parts += [(text, calm.calls.get(index, "")) for index, text in self.calls.items()]
+        is_begin = self.ids == calm.ids[: len(self.ids)]
+        return is_begin and self.finish is None and all(b.startswith(a) for a, b in parts)
 
     @property
     def is_json(self) -> bool:
@@ -141,10 +159,10 @@ def alike(one: Any, other: Any) -> bool:
             return bool(one == other)
 
 
-def make_requests(kind: str, choose: random.Random) -> list[dict[str, Any]]:
+def make_requests(fields: dict[str, Any], choose: random.Random) -> list[dict[str, Any]]:
     return [
         {"temperature": 0, "stream": True, "return_token_ids": True}
-        | KINDS[kind]
+        | fields
         | {
             "seed": choose.randrange(1 << 30),
             "messages": [{"role": "user", "content": " ".join(choose.choices(SYLLABLES, k=12))}],
@@ -154,8 +172,11 @@ def make_requests(kind: str, choose: random.Random) -> list[dict[str, Any]]:
 
 
 class Series:
-    def __init__(self, servers: VllmServers, console: Console, seed: int) -> None:
+    def __init__(
+        self, servers: VllmServers, kinds: dict[str, dict[str, Any]], console: Console, seed: int
+    ) -> None:
         self._servers = servers
+        self._kinds = kinds
         self._console = console
         self._choose = random.Random(seed)
         proxy = servers.config.proxy
@@ -171,7 +192,7 @@ class Series:
             AdminPort(AdminClient(self._admin_url)) as self._port,
         ):
             await self._port.wait_all_up(UP_TIMEOUT_S, _LOOK_AGAIN_S, tested=True)
-            for kind in KINDS:
+            for kind in self._kinds:
                 if time.monotonic() > until_s:
                     break
                 rows.append(row := await self._kind(kind, cuts))
@@ -183,7 +204,7 @@ class Series:
         said: list[Said] = []
         recoveries: list[dict[str, Any]] = []
         while len(recoveries) < cuts:
-            wave = make_requests(kind, self._choose)
+            wave = make_requests(self._kinds[kind], self._choose)
             death = Death.HANG if requests else Death.SERVER
             answers, found = await self._wave(wave, death)
             requests, said, recoveries = requests + wave, said + answers, recoveries + found
@@ -191,15 +212,19 @@ class Series:
             each for at in range(0, len(requests), WAVE) for each in await self._calm(requests, at)
         ]
         ended = [each for each in said if each.has_ended]
+        pairs = list(zip(said, calm, strict=True))
+        equal = [alike(_without_mark(one), _without_mark(other)) for one, other in pairs]
+        explicit = [bool(one.errors) and one.is_begin_of(other) for one, other in pairs]
         gaps_s = sorted(row["gap_s"] for row in recoveries if row["gap_s"] is not None)
         return {
             "kind": kind,
             "streams": len(said),
             "recoveries": dict(Counter(row["option"] for row in recoveries)),
             "known_tokens": sum(row["produced_tokens"] for row in recoveries),
-            "equal": sum(
-                alike(vars(one), vars(other)) for one, other in zip(said, calm, strict=True)
-            ),
+            "kills": len(requests) // WAVE,
+            "equal": sum(equal),
+            "explicit_errors": sum(explicit),
+            "wrong": sum(not (a or b) for a, b in zip(equal, explicit, strict=True)),
             "marked": sum(not each.exact for each in said),
             "errors": sum(bool(each.errors) for each in said),
             "json_ended": len(ended) if _is_json(kind) else 0,
@@ -253,13 +278,22 @@ class Series:
         return said
 
 
+def _without_mark(said: Said) -> dict[str, Any]:
+    """The answer without its mark, which the first stream of a proxy lacks."""
+    return vars(said) | {"exact": None}
+
+
 def _is_json(kind: str) -> bool:
     return kind.startswith(("JSON", "tools"))
 
 
-def faults_of(row: dict[str, Any]) -> list[str]:
+def faults_of(row: dict[str, Any], *, is_stock: bool = False) -> list[str]:
     """The parts of the claim that a kind of streams does not bear out."""
     faults = []
+    if is_stock:
+        if row["wrong"]:
+            faults.append(f"{row['wrong']} streams are neither equal nor ended by an error")
+        return faults
     if row["equal"] != row["streams"]:
         faults.append(f"{row['streams'] - row['equal']} streams are not equal")
     faults += [f"{row[name]} {name}" for name in ("marked", "errors") if row[name]]
@@ -271,11 +305,15 @@ def faults_of(row: dict[str, Any]) -> list[str]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("kind", "streams", "cut", "equal", "JSON", "known tokens", "gap p50/max s")
+    table = Table(
+        *("kind", "kills", "streams", "cut", "equal", "errors", "wrong", "JSON", "known tokens"),
+        "gap p50/max s",
+    )
     for row in rows:
         table.add_row(
             row["kind"],
-            *map(str, (row["streams"], sum(row["recoveries"].values()), row["equal"])),
+            *map(str, (row["kills"], row["streams"], sum(row["recoveries"].values()))),
+            *map(str, (row["equal"], row["explicit_errors"], row["wrong"])),
             f"{row['json_valid']} of {row['json_ended']}" if _is_json(row["kind"]) else "",
             str(row["known_tokens"]),
             f"{row['gap_s_p50']} / {row['gap_s_max']}",
@@ -287,23 +325,30 @@ def run(options: argparse.Namespace) -> int:
     console, record = Console(record=True, width=130), Record(options.seed)
     cuts, until_s = options.kills or CUTS, time.monotonic() + (options.limit_s or math.inf)
     flags = (*FLAGS, *GPU_FLAGS) if options.gpu else FLAGS
+    kinds, name = KINDS, "vllm-replay-gpu" if options.gpu else "vllm-replay"
+    if options.thoughts:
+        kinds, flags, name = THOUGHTS, (*flags, *PARSER), "vllm-thoughts"
+    elif options.stock:
+        kinds = {kind: KINDS[kind] for kind in STOCK}
+    if options.stock:
+        name += "-stock"
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = vllm_config(directory, ALONE if options.gpu else HANDED_OVER)
         servers = VllmServers(config, os.environ[PYTHON_ENV], *flags)
         servers.environment = BATCH_INVARIANT if options.gpu else {}
+        servers.replays = not options.stock
         stack.enter_context(servers).start_all()
         servers.start_proxy(servers.config)
-        rows = asyncio.run(Series(servers, console, options.seed).run(cuts, until_s))
+        rows = asyncio.run(Series(servers, kinds, console, options.seed).run(cuts, until_s))
         servers.stop_proxy()
-    faults = [f"{row['kind']}: {fault}" for row in rows for fault in faults_of(row)]
+    faults = [
+        f"{row['kind']}: {fault}"
+        for row in rows
+        for fault in faults_of(row, is_stock=bool(options.stock))
+    ]
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
     document = {"cuts_per_kind": cuts, "kinds": rows}
-    record.keep(
-        options.out,
-        "vllm-replay-gpu" if options.gpu else "vllm-replay",
-        document,
-        console.export_text(),
-    )
+    record.keep(options.out, name, document, console.export_text())
     return 1 if faults else 0

@@ -43,6 +43,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"action": "store_true", "help": "servers share one, without NIXL"},
     "worlds": {"type": int, "help": "pools of servers that share the kills, at the same time"},
     "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
+    "stock": {"action": "store_true", "help": "of replays: servers without the processor"},
+    "thoughts": {"action": "store_true", "help": "of replays: a reasoning parser"},
     "targets": {"action": "store_true", "help": "of replays hang or die, too"},
     "seeds": {"type": int, "help": "so many series or worlds"},
     "limit_s": {"type": float, "help": "no kill comes later"},
@@ -72,7 +74,10 @@ PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams")),
     ("decode", "vllm"): Part(
         _vllm,
-        ("option", "streams", "kills", "gpu", "worlds", "replays", "limit_s", "targets"),
+        (
+            *("option", "streams", "kills", "gpu", "worlds", "replays", "stock", "thoughts"),
+            *("limit_s", "targets"),
+        ),
         PYTHON_ENV,
     ),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
@@ -109,6 +114,8 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
         parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
     if options.gpu and not (options.replays or options.option == "recompute"):
         parser.error("--gpu is for --replays and --option recompute")
+    if (options.stock or options.thoughts) and not options.replays:
+        parser.error("--stock and --thoughts are for --replays")
     if options.worlds and not (options.option and options.kills):
         parser.error("--worlds is for --option with --kills")
     if options.limit_s and not options.kills:
