@@ -46,19 +46,24 @@ class Continuation:
     """
 
     def __init__(self, journal: Journal, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
         held_back = (
             max(map(len, journal.parsed.request.stop_strings), default=0) + _MOST_CHARACTERS_HELD
         )
+        begins = [0]
         if journal.parts is not None and journal.parts.is_parsed:
-            replayed = self._behind_thought(journal, journal.parts.text(TEXT), held_back)
-        else:
+            begins = [*range(*(journal.answer_from or (0, 0)))]
+        for begin in begins:
             self._text = OutputText(tokenizer, journal.parsed.request.stop_strings)
-            replayed = self._feed(journal.output_ids, is_end=False)
+            self._feed(journal.output_ids[:begin], is_end=False)
+            replayed = self._feed(journal.output_ids[begin:], is_end=False)
+            if journal.parts is None or is_text_of(
+                journal, replayed.delta.text, held_back, tokenizer
+            ):
+                break
+        else:
+            raise DifferentOutputError("the client's text is not that of the output's ids")
         written = len(replayed.delta.text)
         sent = written if journal.text_sent is None else journal.text_sent
-        if journal.parts is not None and self._hides(journal, written - sent, held_back):
-            raise DifferentOutputError("the client has less text than the ids of the output")
         # Number of characters sent before the cut. If an engine has sent text that does not belong
         # to these ids (vLLM sends the prompt's last character, if the prompt ends within it),
         # nothing is skipped: wrong text is better than missing text.
@@ -68,31 +73,6 @@ class Continuation:
         # The former engine has generated the end, and died before sending it.
         self.ended = replayed.finish_reason is not None
         self._ended_by = replayed.stop_reason
-
-    def _behind_thought(self, journal: Journal, answer: str, held_back: int) -> Piece:
-        """Position the text machine behind an answer that began within the event of known ids."""
-        first, last = journal.answer_from or (0, 0)
-        for begin in range(first, last):
-            self._text = OutputText(self._tokenizer, journal.parsed.request.stop_strings)
-            self._feed(journal.output_ids[:begin], is_end=False)
-            found = self._feed(journal.output_ids[begin:], is_end=False)
-            text = found.delta.text
-            if text.startswith(answer) or (
-                answer.startswith(text) and len(answer) - len(text) <= held_back
-            ):
-                return found
-        raise DifferentOutputError("the ids of the answer have another text than the client")
-
-    def _hides(self, journal: Journal, lacking: int, held_back: int) -> bool:
-        """Return whether the engine's parser has taken a part of the text: the client lacks more
-        than an engine holds back, or has nothing of ids that begin with a special token.
-        """
-        if lacking > held_back:
-            return True
-        if journal.text_sent or not journal.output_ids:
-            return False
-        added = self._tokenizer.get_added_tokens_decoder()
-        return any(token in added and added[token].special for token in journal.output_ids)
 
     def take(
         self,
@@ -140,6 +120,22 @@ class Continuation:
         skipped = min(self._skips, len(text))
         self._skips -= skipped
         return replace(delta, text=text[skipped:])
+
+
+def is_text_of(journal: Journal, text: str, held_back: int, tokenizer: Tokenizer) -> bool:
+    """Return whether the client's text is that of the ids, up to what an engine or this machine may
+    hold back; if not, a parser has taken a part of it, or added one. A client that has no text yet
+    may lack all of it: where a special token has come, that begins something which a parser takes.
+    """
+    assert journal.parts is not None
+    sent = journal.parts.text(TEXT)
+    is_near = abs(len(sent) - len(text)) <= held_back
+    if not is_near or not (text.startswith(sent) or sent.startswith(text)):
+        return False
+    if sent or not journal.output_ids:
+        return True
+    added = tokenizer.get_added_tokens_decoder()
+    return not any(token in added and added[token].special for token in journal.output_ids)
 
 
 class EngineText:
