@@ -397,6 +397,7 @@ class Admissions:
                         replays=call.replays,
                         never_as_text=call.never_as_text,
                         has_generator=call.has_generator,
+                        has_plain_answers=bool(self._driver.context.parsers.plain_answers),
                         can_begin_again=not one.request.stream,
                         is_strict=self._settings.inexact is Inexact.REFUSE,
                         asks_usage=not one.request.stream or wants_usage,

@@ -23,7 +23,7 @@ from kvrs.proxy.fleet.slots import SlotDeniedError
 from kvrs.proxy.streams.answer_reader import Told
 from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.context import AttemptContext
-from kvrs.proxy.streams.continuation import Continuation, EngineText
+from kvrs.proxy.streams.continuation import Continuation, EngineText, is_answer_plain
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, StreamPhase, failed_by
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import WholeClient
@@ -318,6 +318,8 @@ class AttemptCalls:
                 del call, transfer, continuation, ids_text
                 await decoded
                 relay.check_end()
+            if self._context.parsers.plain_answers is None:
+                await self._learn_answers()
         except ErrorEventError as error:
             if backend.blames_load(error.details):
                 self._blame_load(is_handed_off=is_handed_off)
@@ -327,6 +329,20 @@ class AttemptCalls:
             self._relay = None
             if attempt.number == live.journal.attempt:
                 live.expect_token = None
+
+    async def _learn_answers(self) -> None:
+        """Learn from a complete message with a thought whether answers are the text of their ids,
+        so that later ones can be continued from these.
+        """
+        journal, tokenizer = self._live.journal, self._context.tokenizer
+        if (
+            journal.finished
+            and journal.answer_from is not None
+            and not journal.never_as_text
+            and tokenizer.available
+        ):
+            is_plain = is_answer_plain(journal, await tokenizer.load())
+            self._context.parsers.plain_answers = is_plain
 
     def _avoid_store(self) -> None:
         """Keep the call from finding KV in the decode instance's store, if that is not trusted."""

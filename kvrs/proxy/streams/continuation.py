@@ -122,10 +122,26 @@ class Continuation:
         return replace(delta, text=text[skipped:])
 
 
+def is_answer_plain(journal: Journal, tokenizer: Tokenizer) -> bool:
+    """Return whether the text behind the thought of a complete message is that of its ids to the
+    end. (Some parsers take marks of the answer's end away, or show them.)
+    """
+    assert journal.parts is not None
+    answer, is_end = journal.parts.text(TEXT), journal.finish_reason == "stop"
+    for begin in range(*(journal.answer_from or (0, 0))):
+        text = OutputText(tokenizer, journal.parsed.request.stop_strings)
+        for token_id in journal.output_ids[:begin]:
+            text.feed(token_id)
+        ids = journal.output_ids[begin : len(journal.output_ids) - is_end]
+        if "".join([text.feed(token_id).text for token_id in ids]) + text.finish().text == answer:
+            return True
+    return False
+
+
 def is_text_of(journal: Journal, text: str, held_back: int, tokenizer: Tokenizer) -> bool:
     """Return whether the client's text is that of the ids, up to what an engine or this machine may
     hold back; if not, a parser has taken a part of it, or added one. A client that has no text yet
-    may lack all of it: where a special token has come, that begins something which a parser takes.
+    may lack all of it: text or a special token then begins something which a parser takes.
     """
     assert journal.parts is not None
     sent = journal.parts.text(TEXT)
@@ -134,6 +150,8 @@ def is_text_of(journal: Journal, text: str, held_back: int, tokenizer: Tokenizer
         return False
     if sent or not journal.output_ids:
         return True
+    if text:
+        return False
     added = tokenizer.get_added_tokens_decoder()
     return not any(token in added and added[token].special for token in journal.output_ids)
 

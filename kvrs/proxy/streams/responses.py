@@ -31,6 +31,8 @@ class Parsers:
     """Parsers that engines were seen to use, beyond those that requests imply."""
 
     reasoning = False
+    # The text behind a thought is that of its ids, as a complete answer has shown; None: not known.
+    plain_answers: bool | None = None
 
 
 class BeginsAgain(ABC):

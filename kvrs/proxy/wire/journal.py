@@ -109,6 +109,7 @@ class Journal:
     # Numbers of ids before and behind the event that began the text behind a thought; None: no
     # thought came, or it has not ended.
     answer_from: tuple[int, int] | None = None
+    has_plain_answers: bool = False  # An answer behind a thought is the text of its ids.
     first_write_s: float | None = None
     last_write_s: float | None = None
     longest_gap_s: float = 0.0
@@ -168,7 +169,8 @@ class Journal:
             return False
         if self.never_as_text or self.lacks_ids:
             return True
-        return self.parts is not None and self.parts.is_parsed and self.answer_from is None
+        is_in_answer = self.answer_from is not None and self.has_plain_answers
+        return self.parts is not None and self.parts.is_parsed and not is_in_answer
 
     @property
     def needs_replay(self) -> bool:
