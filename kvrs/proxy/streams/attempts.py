@@ -275,7 +275,7 @@ class AttemptCalls:
         continuation: Continuation | EngineText | None,
         ids_text: msgspec.Raw | None,
     ) -> None:
-        attempt, live, plan = self._attempt, self._live, self._attempt.plan
+        attempt, live, plan, context = self._attempt, self._live, self._attempt.plan, self._context
         if live.journal.output_ids:
             self._check_exactness(plan.decode)
         asked = attempt.decode()
@@ -318,7 +318,7 @@ class AttemptCalls:
                 del call, transfer, continuation, ids_text
                 await decoded
                 relay.check_end()
-            if self._context.parsers.plain_answers is None:
+            if live.journal.answer_from is not None and context.parsers.plain_answers is None:
                 await self._learn_answers()
         except ErrorEventError as error:
             if backend.blames_load(error.details):
@@ -335,12 +335,7 @@ class AttemptCalls:
         so that later ones can be continued from these.
         """
         journal, tokenizer = self._live.journal, self._context.tokenizer
-        if (
-            journal.finished
-            and journal.answer_from is not None
-            and not journal.never_as_text
-            and tokenizer.available
-        ):
+        if journal.finished and not journal.never_as_text and tokenizer.available:
             is_plain = is_answer_plain(journal, await tokenizer.load())
             self._context.parsers.plain_answers = is_plain
 

@@ -254,9 +254,10 @@ class Driver:
         if live.task is not None:
             live.task.cancel()  # The task closes its connection as it ends.
             live.task = None
-        if live.journal.begins_again and isinstance(live.client, BeginsAgain):
-            live.journal.begin_again()
-            live.client.begin_again()
+        journal, client = live.journal, live.client
+        if journal.can_begin_again and journal.begins_again and isinstance(client, BeginsAgain):
+            journal.begin_again()
+            client.begin_again()
 
     def catch_up_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self.control.catch_up)

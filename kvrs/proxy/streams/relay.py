@@ -3,7 +3,7 @@
 The healthy path of a token: one search, one small list decoded, one append, one write.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -280,8 +280,10 @@ class Relay(AnswerReader):
             raise fault
         return done
 
-    def _taken(self, data: bytes) -> Sequence[bytes]:
-        """Take one event; return the events that the client gets for it."""
+    def _taken(self, data: bytes) -> tuple[bytes, ...]:
+        """Take one event; return the events that the client gets for it, of which a second run may
+        have held back several.
+        """
         if self._replayed is None:
             event = self._take(data)
             return () if event is None else (event,)
@@ -289,13 +291,11 @@ class Relay(AnswerReader):
         if not chunk.choices:
             event = self._take_usage(data, chunk)
             return () if event is None else (event,)
-        choice = chunk.choices[0]
-        self._check_choice(choice)
-        new = self._replayed.take(data, choice)
+        new = self._replayed.take(data, chunk.choices[0])
         if self._replayed.is_over:
             self._replayed = None
         events = (self._pass_choice(*each) for each in new)
-        return [event for event in events if event is not None]
+        return tuple(event for event in events if event is not None)
 
     def _take(self, data: bytes) -> bytes | None:
         """Append the ids of one event to the journal; return the event as the client gets it (None:
@@ -355,26 +355,26 @@ class Relay(AnswerReader):
         # The key `token_ids` is written with escapes, so the byte search has not found it.
         if event.choices[0].token_ids and TOKEN_IDS not in data:
             data = self._form.rewritten(data)
-        self._check_choice(event.choices[0])
         return self._pass_choice(data, event.choices[0])
 
     def _decoded(self, data: bytes) -> ReceivedChunk:
+        """Decode an event, and check that its choice can belong to the stream."""
         try:
             event = CHUNK.decode(data)
         except UNREADABLE:
             raise UpstreamError("sent an event that is not a completion chunk") from None
         if event.error is not None:
             _raise_error_event(event.error)
-        return event
-
-    def _check_choice(self, choice: ReceivedChoice) -> None:
-        """Check that an event's choice can belong to the stream."""
+        if not event.choices:
+            return event
+        choice = event.choices[0]
         if choice.token_ids is None and (choice.plain_text or choice.is_parsed):
             if self._journal.output_ids:
                 raise UpstreamError("sent text without token ids behind tokens with ids")
             self._journal.note_missing_ids()
         if choice.finish_reason in BROKEN_REASONS:
             raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
+        return event
 
     def _pass_choice(self, data: bytes, choice: ReceivedChoice) -> bytes | None:
         """Append the ids of a decoded event to the journal; return the event as the client gets

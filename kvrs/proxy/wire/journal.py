@@ -165,7 +165,7 @@ class Journal:
         """Return whether nothing but a second run of the request may continue the stream: its ids
         do not determine what the client has to get next.
         """
-        if self.is_rendered or self.begins_again:
+        if self.is_rendered or (self.can_begin_again and self.begins_again):
             return False
         if self.never_as_text or self.lacks_ids:
             return True
@@ -177,9 +177,9 @@ class Journal:
         """Return whether only a second run continues the stream exactly. Behind a thought, the rest
         of an answer is plain text.
         """
-        if self.is_rendered or self.begins_again:
+        if self.is_rendered or (self.can_begin_again and self.begins_again):
             return False
-        return self.only_replay or any(each != REASONING for each in self.replayed)
+        return self.only_replay or self.replayed not in ((), (REASONING,))
 
     @property
     def begins_again(self) -> bool:
@@ -195,7 +195,7 @@ class Journal:
     @property
     def produced_tokens(self) -> int:
         """Number of tokens behind which a recovery continues; without ids, of events with text."""
-        if self.begins_again:
+        if self.can_begin_again and self.begins_again:
             return 0
         return self.textual if self.lacks_ids else len(self.output_ids)
 
