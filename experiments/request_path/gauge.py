@@ -1,6 +1,7 @@
 """The path of a request of 4 tokens, and of a death with one victim, through the code of kvrs: how
 many functions are called how often, in how many files of how many lines, and how often the next
-call is in another file. The sixth of six equal ones is traced; beside it the CPU of a request, hot and cold.
+call is in another file. The sixth of six equal ones is traced; beside it the CPU of a request, hot
+and cold.
 
 python -m experiments.request_path.gauge [--json] [--calls request|death] [--out DIR]
 """

@@ -41,7 +41,10 @@ _HEAD_BY_SIZE, _BEGINNING_BY_WHOLE = _heads()
 class _Form:
     """The bytes that change when events of one template are written to the client."""
 
-    __slots__ = ("end", "framing_bytes", "ids_bytes", "opening", "part", "read", "skipped_bytes")
+    __slots__ = (
+        *("end", "framing_bytes", "ids_bytes", "is_beside_text", "opening", "part", "read"),
+        "skipped_bytes",
+    )
 
     def __init__(
         self, template: EventTemplate, journal: Journal, head_bytes: int, *, is_framed: bool
@@ -49,6 +52,7 @@ class _Form:
         assert journal.head is not None
         self.read = template.read
         self.part = template.part
+        self.is_beside_text = template.part not in (None, TEXT)
         # `opening` replaces the event's first `skipped_bytes` if the client's head differs from the
         # engine's; below 0: the event's own frame stays, too.
         data = _DATA if is_framed else b""
@@ -136,6 +140,8 @@ class TokenPath:
             or len(ids) >= self._most_tokens
             or (transport is not None and transport.is_closing())
             or framed > _MOST_BYTES
+            # Behind an answer, a thought or a call changes how the stream can be continued.
+            or (form.is_beside_text and journal.answer_from is not None)
         ):
             return data
         ids.append(token_id)

@@ -236,7 +236,7 @@ class Journal:
             self._note_parsed(choice)
         if text:
             self.parts.add(TEXT, text)
-            if self.answer_from is None and self.parts.is_parsed:
+            if self.answer_from is None and self.parts.is_parsed and not self.never_as_text:
                 self.answer_from = len(self.output_ids) - ids, len(self.output_ids)
         return self.only_replay is not was_only_replay
 
