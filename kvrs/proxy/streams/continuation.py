@@ -18,6 +18,10 @@ from kvrs.text.output import OutputText, StopStrings, TextDelta
 # a stop string.
 _MOST_CHARACTERS_HELD = 8
 
+# Most tokens of markup before an answer that is plain text: those around the thought. Formats with
+# more of them (channels, roles) have some behind the answer too, which only a parser removes.
+_MOST_MARKERS = 2
+
 # Stands for an unknown number of characters that the client has: more than any output, so that
 # another proxy's text machine skips nothing.
 _UNKNOWN_SENT = 1 << 40
@@ -47,17 +51,23 @@ class Continuation:
 
     def __init__(self, journal: Journal, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        held_back = (
-            max(map(len, journal.parsed.request.stop_strings), default=0) + _MOST_CHARACTERS_HELD
-        )
+        longest_stop = max(map(len, journal.parsed.request.stop_strings), default=0)
+        held_back = longest_stop + _MOST_CHARACTERS_HELD
         if journal.parts is not None and journal.parts.is_parsed:
             replayed = self._behind_thought(journal, journal.parts.text(TEXT), held_back)
         else:
             self._text = OutputText(tokenizer, journal.parsed.request.stop_strings)
             replayed = self._feed(journal.output_ids, is_end=False)
+            # A parser may add text (`<think>`) or remove some without making parts of its own.
+            has, text = (
+                "" if journal.parts is None else journal.parts.text(TEXT),
+                replayed.delta.text,
+            )
+            if not has.startswith(text) and not text.startswith(has):
+                raise DifferentOutputError("the ids have another text than the client")
         written = len(replayed.delta.text)
         sent = written if journal.text_sent is None else journal.text_sent
-        if journal.parts is not None and self._hides(journal, written - sent, held_back):
+        if journal.parts is not None and self._hides(journal, written - sent, longest_stop):
             raise DifferentOutputError("the client has less text than the ids of the output")
         # Number of characters sent before the cut. If an engine has sent text that does not belong
         # to these ids (vLLM sends the prompt's last character, if the prompt ends within it),
@@ -72,6 +82,9 @@ class Continuation:
     def _behind_thought(self, journal: Journal, answer: str, held_back: int) -> Piece:
         """Position the text machine behind an answer that began within the event of known ids."""
         first, last = journal.answer_from or (0, 0)
+        added = self._tokenizer.get_added_tokens_decoder()
+        if sum(token in added for token in journal.output_ids[:first]) > _MOST_MARKERS:
+            raise DifferentOutputError("the answer is one of several parts, whose ends are parsed")
         for begin in range(first, last):
             self._text = OutputText(self._tokenizer, journal.parsed.request.stop_strings)
             self._feed(journal.output_ids[:begin], is_end=False)
@@ -83,11 +96,12 @@ class Continuation:
                 return found
         raise DifferentOutputError("the ids of the answer have another text than the client")
 
-    def _hides(self, journal: Journal, lacking: int, held_back: int) -> bool:
+    def _hides(self, journal: Journal, lacking: int, longest_stop: int) -> bool:
         """Return whether the engine's parser has taken a part of the text: the client lacks more
-        than an engine holds back, or has nothing of ids that begin with a special token.
+        than an engine holds back for a stop string, or has nothing of ids that begin with a special
+        token.
         """
-        if lacking > held_back:
+        if lacking > longest_stop:
             return True
         if journal.text_sent or not journal.output_ids:
             return False
