@@ -162,6 +162,13 @@ def _read_whole_chat(answer: Answer, whole: dict[str, Any]) -> None:
     answer.tokens = whole["usage"]["completion_tokens"]
 
 
+def _check_name(answer: Answer, name: str | None, kind: str) -> None:
+    if name != kind:
+        answer.fault(f"event {name} with the type {kind}")
+    if answer.is_over:
+        answer.fault(f"{kind} behind the end")
+
+
 class _Messages:
     """Reader of a stream of Anthropic's API."""
 
@@ -174,10 +181,7 @@ class _Messages:
 
     def take(self, name: str | None, event: dict[str, Any]) -> None:
         answer, kind = self.answer, event["type"]
-        if name != kind:
-            answer.fault(f"event {name} with the type {kind}")
-        if answer.is_over:
-            answer.fault(f"{kind} behind the end")
+        _check_name(answer, name, kind)
         if kind not in ("message_start", "ping", "error") and not self.is_begun:
             answer.fault(f"{kind} before message_start")
         match kind:
@@ -200,10 +204,10 @@ class _Messages:
                     answer.fault("message_stop without a stop reason")
             case "error":
                 answer.is_over, answer.error = True, event["error"]["type"]
-            case "ping":
-                pass
-            case _:
+            case _ if kind != "ping":
                 answer.fault(f"unknown event {kind}")
+            case _:
+                pass
 
     def _start(self, event: dict[str, Any]) -> None:
         if self.open is not None or event["index"] != self.blocks:
@@ -279,10 +283,7 @@ class _Responses:
 
     def take(self, name: str | None, event: dict[str, Any]) -> None:
         answer, kind = self.answer, event["type"]
-        if name not in (None, kind):
-            answer.fault(f"event {name} with the type {kind}")
-        if answer.is_over:
-            answer.fault(f"{kind} behind the end")
+        _check_name(answer, name, kind)
         if kind == "error":
             answer.is_over, answer.error = True, f"{event.get('code')} error"
             return
@@ -310,8 +311,8 @@ class _Responses:
                 self._done(event["output_index"], event["item"])
             case "response.completed" | "response.incomplete" | "response.failed":
                 self._end(event["response"])
-            case _ if not kind.startswith("response."):
-                answer.fault(f"unknown event {kind}")
+            case _:  # Others repeat what these have.
+                pass
 
     def _added(self, place: int, item: dict[str, Any]) -> None:
         self.open[place] = item["type"]
@@ -442,7 +443,7 @@ def judge(got: Answer, calm: Sequence[Answer]) -> Verdict:
 
 
 def _judge(got: Answer, calm: Answer) -> Verdict:
-    half, other = [], []
+    half, other = list[str](), list[str]()
     is_complete = got.finish is not None and got.error is None
     for number, call in enumerate(got.calls):
         meant = calm.calls[number] if number < len(calm.calls) else Call()
@@ -454,7 +455,7 @@ def _judge(got: Answer, calm: Answer) -> Verdict:
             )
     if got.finish in _CALLED and [c.name for c in got.calls] != [c.name for c in calm.calls]:
         half.append(f"finish {got.finish} with {len(got.calls)} of {len(calm.calls)} calls")
-    thoughts = []
+    thoughts: list[str] = []
     if not _begins(calm.content, got.content):
         what = _difference(calm.content, got.content)
         (thoughts if _has_thought(got, calm) else other).append(f"content: {what}")

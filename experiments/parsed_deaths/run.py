@@ -62,8 +62,10 @@ class Row:
     verdict: Verdict
 
     @property
-    def is_replayed(self) -> bool:
-        return bool(self.options) and self.options[0] == "replay"
+    def replays(self) -> list[str]:
+        """The outcomes of the second runs."""
+        found = zip(self.options, self.outcomes, strict=True)
+        return [outcome for option, outcome in found if option == "replay"]
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Deaths:
     differ: float = 0.0  # Probability that a token of a second run differs.
     only: Sequence[Engine] = ENGINES
     clusters: dict[Engine, Cluster] = field(default_factory=dict)
+    # Probability of a difference a token, as each proxy has learned it.
+    learned: dict[Engine, float] = field(default_factory=dict)
     failed_calm: dict[str, str] = field(default_factory=dict)  # Requests that fail without a death.
     _calm: dict[tuple[Asked, int | None], tuple[Answer, int]] = field(default_factory=dict)
 
@@ -83,6 +87,7 @@ class Deaths:
                 self.clusters[engine] = await stack.enter_async_context(open_cluster(engine))
             rows = [await self._row(number) for number in range(count)]
             for engine, cluster in self.clusters.items():
+                self.learned[engine] = cluster.difference_chance
                 assert not cluster.violations, (engine, cluster.violations[:5])
         return rows
 
@@ -134,8 +139,9 @@ class Deaths:
 
     def _differs_at(self, asked: Asked, rng: random.Random) -> int | None:
         """Return the first position at which a server's run differs, or None."""
-        at = next((n for n in range(len(asked.played.ids) - 1) if rng.random() < self.differ), None)
-        return at
+        return next(
+            (n for n in range(len(asked.played.ids) - 1) if rng.random() < self.differ), None
+        )
 
     async def _calm_run(
         self, cluster: Cluster, asked: Asked, differs: int | None
@@ -177,6 +183,8 @@ def groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield engine, of
             yield f"{engine}, streamed", [row for row in of if row.asked.is_stream]
             yield f"{engine}, whole", [row for row in of if not row.asked.is_stream]
+            yield f"{engine}, greedy", [row for row in of if not row.asked.is_seeded]
+            yield f"{engine}, seeded", [row for row in of if row.asked.is_seeded]
     for api in sorted({row.asked.api for row in rows}):
         yield api, [row for row in rows if row.asked.api == api]
 
@@ -187,15 +195,14 @@ def near_ties(rows: Sequence[Row], differ: float) -> dict[str, Any]:
     A run of `t` known tokens differs with the probability 1 - (1 - p)^t. A stream ends explicitly
     if both the second run and the third one, elsewhere, differ.
     """
-    replayed = [row for row in rows if row.is_replayed]
+    replayed = [row for row in rows if row.replays]
     chances = [1 - (1 - differ) ** row.known_tokens for row in replayed]
     count = max(1, len(replayed))
+    known = sorted(row.known_tokens for row in replayed) or [0]
     return {
         "replays": len(replayed),
-        "known tokens at the median": sorted(row.known_tokens for row in replayed)[count // 2]
-        if replayed
-        else 0,
-        "second runs that differed": sum(row.outcomes[0] == "failed" for row in replayed) / count,
+        "known tokens at the median": known[len(known) // 2],
+        "second runs that differed": sum(row.replays[0] == "failed" for row in replayed) / count,
         "predicted": sum(chances) / count,
         "ended explicitly": sum(row.verdict.error is not None for row in replayed) / count,
         "predicted end": sum(each**2 for each in chances) / count,
@@ -273,7 +280,10 @@ def keep(options: argparse.Namespace, record: Record, deaths: Deaths, rows: Sequ
     console.print("fail without a death, not counted:", deaths.failed_calm, markup=False)
     if options.differ:
         document["near_ties"] = {
-            name: near_ties(of, options.differ) for name, of in groups(rows) if name in ENGINES
+            name: near_ties(of, options.differ) | {"learned a token": deaths.learned[engine]}
+            for name, of in groups(rows)
+            for engine in ENGINES
+            if name == engine
         }
         console.print("near-ties:", document["near_ties"])
     wrong = [row for row in rows if row.verdict.is_wrong]

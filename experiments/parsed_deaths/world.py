@@ -4,9 +4,8 @@ decode server that answers dies behind a byte of its answer, as a killed process
 
 import asyncio
 import json
-import random
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +14,16 @@ from typing import Any, Literal
 import aiohttp
 
 from kvrs.config.file import parse_config
-
 from kvrs.net.routes import WRITTEN, Request, Response, head_of
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams.recoveries import Recovery
 from kvrs_testkit.engine_streams import Recording
 from kvrs_testkit.engine_streams.playing import Player
 from kvrs_testkit.engine_streams.vocabulary import save_tokenizer
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import SECRET, Script
 from kvrs_testkit.scripted_sglang import ScriptedSglang, SglangScript
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
-from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.vllm_cluster import CONFIG
 
 Engine = Literal["vllm", "sglang"]
@@ -34,6 +32,9 @@ DECODES = NAMES[1:]
 # Recoveries that need an instance give up after this time, so that an error comes soon.
 WAIT_S = 5.0
 _TESTED_S, _LOOK_S = 60.0, 0.5  # Of the virtual clock.
+# Time between a restart and the next request: the proxy pauses a server that often dies soon after
+# it has come up.
+_APART_S = 12.0
 
 
 @dataclass
@@ -65,7 +66,7 @@ class _Mortal:
 
     @property
     def dies_at_byte(self) -> int | None:
-        death = getattr(self, "death", None)
+        death: Death | None = getattr(self, "death", None)
         return None if death is None or death.first != self.id else death.at_byte
 
     @dies_at_byte.setter
@@ -76,13 +77,12 @@ class _Mortal:
 
     @property
     def differs_at(self) -> int | None:
-        death = getattr(self, "death", None)
+        death: Death | None = getattr(self, "death", None)
         if death is None or death.first is None:
             return None
         if death.first == self.id:
             return death.differs_first
-        found: int | None = death.differs.get(self.id)
-        return found
+        return death.differs.get(self.id)
 
     @differs_at.setter
     def differs_at(self, value: int | None) -> None:
@@ -120,7 +120,7 @@ class _Mortal:
 
 
 @dataclass(eq=False)
-class _MortalVllm(_Mortal, ScriptedVllm):  # type: ignore[misc]
+class _MortalVllm(_Mortal, ScriptedVllm):
     death: Death = field(default_factory=Death)
 
     async def kill(self) -> None:
@@ -132,7 +132,7 @@ class _MortalVllm(_Mortal, ScriptedVllm):  # type: ignore[misc]
 
 
 @dataclass(eq=False)
-class _MortalSglang(_Mortal, ScriptedSglang):  # type: ignore[misc]
+class _MortalSglang(_Mortal, ScriptedSglang):
     death: Death = field(default_factory=Death)
 
     async def kill(self) -> None:
@@ -160,9 +160,11 @@ class Cluster(ProxyCluster):
 
     async def until_tested(self) -> None:
         """Wait until all servers are up, and the proxy knows that they are equal."""
+        await self._until(lambda rows: all(map(_is_ready, rows.values())))
 
+    async def _until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         async with asyncio.timeout(_TESTED_S):
-            while not all(map(_is_ready, (await self.state())["instances"])):
+            while not holds({row["id"]: row for row in (await self.state())["instances"]}):
                 await asyncio.sleep(_LOOK_S)
 
     async def ask_for(
@@ -184,8 +186,11 @@ class Cluster(ProxyCluster):
         if death.victim is not None:
             assert death.killing is not None
             await death.killing
+            # The proxy knows that it was lost, or it could take the old process for tested.
+            await self._until(lambda rows: rows[death.victim]["health"] != "up")
             await self.servers[death.victim].restart()
             await self.until_tested()
+            await asyncio.sleep(_APART_S)
         return Got(status, got, ended)
 
     def body_bytes(self, death: Death) -> int:
@@ -196,6 +201,11 @@ class Cluster(ProxyCluster):
     @property
     def recoveries(self) -> list[Recovery]:
         return list(self.proxy.parts.driver.recoveries.entries)
+
+    @property
+    def difference_chance(self) -> float:
+        """The proxy's probability that a token of a second run differs."""
+        return self.proxy.parts.driver.control.policy.state.differences.chance(1)
 
     @property
     def violations(self) -> list[str]:
@@ -234,7 +244,13 @@ def _servers_of(engine: Engine) -> Any:
     kinds: Any = (_MortalVllm, VllmScript) if engine == "vllm" else (_MortalSglang, SglangScript)
     make, script = kinds[0], kinds[1]()
     roles = {name: "prefill" if name[0] == "p" else "decode" for name in NAMES}
-    return {name: make(name, node, role=roles[name], script=script) for name, node in nodes.items()}
+    servers = {
+        name: make(name, node, role=roles[name], script=script) for name, node in nodes.items()
+    }
+    if engine == "sglang":  # Without, the proxy renders chats itself, and makes their events.
+        for server in servers.values():
+            server.reasoning_parser = "qwen3"
+    return servers
 
 
 def _document(engine: Engine, model: str, ports: dict[str, int]) -> dict[str, Any]:
@@ -252,7 +268,7 @@ def _document(engine: Engine, model: str, ports: dict[str, int]) -> dict[str, An
         for number, name in enumerate(NAMES)
     ]
     return {
-        "proxy": {"port": 0, "admin_port": 0, "load_interval_s": 0.5},
+        "proxy": {"port": 0, "admin_port": 0, "load_interval_s": 2.0},
         "cluster": {"backend": engine, "model": model, "nodes": nodes},
         "profiles": {"prefill": "opt-13b-a100-distserve-tp1"},
         "policy": {"recovery": {"wait_s": WAIT_S}},
