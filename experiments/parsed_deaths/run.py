@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import logging
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -98,6 +99,8 @@ class Deaths:
             asked = drawn(rng, usable(engine))
             found = await self._death(number, engine, asked, rng)
             if found is not None:
+                if found.verdict.is_wrong:
+                    print(shown(found), file=sys.stderr, flush=True)
                 return found
 
     async def _death(

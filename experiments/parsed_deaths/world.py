@@ -183,12 +183,12 @@ class Cluster(ProxyCluster):
         except aiohttp.ClientError as error:
             ended = repr(error)
         death.at_byte, death.is_over = None, True
-        if death.victim is not None:
+        if (victim := death.victim) is not None:
             assert death.killing is not None
             await death.killing
             # The proxy knows that it was lost, or it could take the old process for tested.
-            await self._until(lambda rows: rows[death.victim]["health"] != "up")
-            await self.servers[death.victim].restart()
+            await self._until(lambda rows: rows[victim]["health"] != "up")
+            await self.servers[victim].restart()
             await self.until_tested()
             await asyncio.sleep(_APART_S)
         return Got(status, got, ended)
