@@ -36,6 +36,7 @@ class DyingWriter(PieceWriter):
         dies_at = self._server.dies_at_byte
         if dies_at is None or self._written + len(data) < dies_at:
             self._written += len(data)
+            self._server.body_bytes = self._written
             await super().write(data)
             return
         self._server.dies_at_byte = None
@@ -62,6 +63,7 @@ class ScriptedServer:
     host: str = "127.0.0.1"
     # Bytes of a stream's body behind which its connection closes, once.
     dies_at_byte: int | None = None
+    body_bytes: int = 0  # Of the latest stream's body, as far as it was sent.
     _port: HttpServer | None = None
     _kept: socket.socket | None = None  # Bound at its port while it does not listen there.
     _connections: set[PortConnection] = field(default_factory=set)
