@@ -32,7 +32,7 @@ PREFILL = MeasuredPrefill("test", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # The same.
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
 
 OF_LOAD = ("token_s", "produced_tokens")
-OF_EVENT = ("moves_kv", "tokens", "lives_on", "had_not_ended")
+OF_EVENT = ("moves_kv", "tokens", "lives_on", "had_not_ended", "generates")
 
 ActionT = TypeVar("ActionT")
 
