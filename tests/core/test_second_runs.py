@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvrs.config.policy import PolicyName
 from kvrs.core.books.learning import Differences
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -22,14 +23,15 @@ def cut(
     tokens: int = 40,
     token_s: float = 0.01,
     only_replay: bool = True,
+    name: PolicyName = PolicyName.AUTO,
     **resumed: Any,
 ) -> PolicyHarness:
     """A stream of 100 tokens of prompt has lost d0 with so many tokens of output, of `token_s`
     each; self-tests of the others generate what `generates` says.
     """
-    harness = PolicyHarness()
-    for name, found in {"p0": "", "d0": EQUAL, **generates}.items():
-        harness.handle(instance_up(name, generates=found, capabilities=[]))
+    harness = PolicyHarness(name=name)
+    for instance, found in {"p0": "", "d0": EQUAL, **generates}.items():
+        harness.handle(instance_up(instance, generates=found, capabilities=[]))
     harness.decoding("A", resumed=False)
     harness.handle(ev.StreamResumed(A, 1, needs_replay=True, only_replay=only_replay, **resumed))
     harness.actions.clear()
@@ -85,9 +87,10 @@ def test_a_stream_that_nothing_may_continue_otherwise_waits_and_ends() -> None:
     assert only(actions, act.GiveUp).reason is act.Reason.INEXACT
 
 
-def test_an_equal_instance_is_taken_before_a_nearer_one_that_is_not() -> None:
-    """Whatever the other one holds or how idle it is."""
-    harness = cut({"d1": OTHER, "d2": EQUAL, "d3": OTHER})
+@pytest.mark.parametrize("name", [PolicyName.AUTO, PolicyName.ALWAYS_RECOMPUTE])
+def test_an_equal_instance_is_taken_before_a_nearer_one_that_is_not(name: PolicyName) -> None:
+    """Also by a policy that weighs one target alone."""
+    harness = cut({"d1": OTHER, "d2": EQUAL, "d3": OTHER}, name=name)
 
     assert only(harness.actions, act.Start).plan.decode == InstanceId("d2")
 
