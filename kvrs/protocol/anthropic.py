@@ -279,6 +279,7 @@ class MessageTranslator:
         self.fault: str | None = None
         # Open content block: its kind, or its tool call; None: no block is open.
         self._block: str | BegunCall | None = None
+        self._text = ""  # Text that has come within an open call, and belongs behind it.
         self._index = -1  # Index of the latest block.
         self._finish: ReceivedChoice | None = None
         self._calls = CallLog()
@@ -311,6 +312,7 @@ class MessageTranslator:
     def _ended(self) -> Iterable[Event]:
         if (finish := self._finish) is None:
             raise UndecodableError("the chat ended without a finish reason")
+        yield from self._add_text(is_behind_call=True)
         yield from self._close()
         calls = bool(self._calls.calls)
         reason, sequence = _stop(finish.finish_reason, finish.stop_reason, calls=calls)
@@ -337,18 +339,28 @@ class MessageTranslator:
         if thought := choice.delta.reasoning_content or choice.delta.reasoning:
             delta = {"type": "thinking_delta", "thinking": thought}
             yield from self._add("thinking", _thinking(""), delta)
-        if text := choice.plain_text:
-            delta = {"type": "text_delta", "text": text}
-            yield from self._add("text", {"type": "text", "text": ""}, delta)
+        self._text += choice.plain_text
+        yield from self._add_text()
         for raw in choice.delta.tool_calls or ():
             call, arguments = self._calls.take(raw)
             if not call.is_closed:
                 call.check_named()
+                if call is not self._block:
+                    yield from self._add_text(is_behind_call=True)
                 delta = {"type": "input_json_delta", "partial_json": arguments}
                 yield from self._add(call, _tool_use(call.id, call.name, {}), delta)
+        yield from self._add_text()
         if choice.finish_reason is not None:
             self._finish = choice
             self._check_complete()
+
+    def _add_text(self, *, is_behind_call: bool = False) -> Iterable[Event]:
+        """Add the text that has come; text within a call waits for the call's end."""
+        is_within = isinstance(self._block, BegunCall) and self._block.goes_on
+        if self._text and (is_behind_call or not is_within):
+            text, self._text = self._text, ""
+            delta = {"type": "text_delta", "text": text}
+            yield from self._add("text", {"type": "text", "text": ""}, delta)
 
     def _add(self, block: str | BegunCall, begun: Fields, delta: Fields) -> Iterable[Event]:
         if block != self._block:

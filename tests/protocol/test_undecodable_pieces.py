@@ -201,6 +201,35 @@ def test_an_empty_piece_of_a_closed_call_adds_nothing() -> None:
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_text_within_a_call_follows_the_call(is_apart: bool) -> None:
+    """Parsers send the text between two calls with, or before, the first one's last piece."""
+    begin, end = (
+        {"tool_calls": [{"index": 0, "function": {"name": name, "arguments": arguments}}]}
+        for name, arguments in (("f", '{"q":'), (None, "1}"))
+    )
+    deltas = [begin, {"content": "a"}, end] if is_apart else [begin, {"content": "a"} | end]
+    finish = {"delta": {}, "finish_reason": "tool_calls"}
+    stream = [{"choices": [{"delta": delta}]} for delta in deltas] + [{"choices": [finish]}]
+    data = [msgspec.json.encode(chunk) for chunk in stream]
+    response = Translator(STORED, parse_response_request(STORED.body), "m")
+
+    events = message_events(data)
+    response.begin()
+    items = [event["item"] for each in data for event in response.take(each) if "item" in event]
+    items += [event["item"] for event in response.end(Tokens(3, 4, 2)) if "item" in event]
+
+    begun = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert begun == ["tool_use", "text"]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    done = [(item["type"], item["status"]) for item in items]
+    assert done == [
+        (kind, status)
+        for kind in ("function_call", "message")
+        for status in ("in_progress", "completed")
+    ]
+
+
 def test_a_call_without_a_name_is_a_fault() -> None:
     """No client could run it."""
     call = {"index": 0, "id": "c", "function": {"name": None, "arguments": "{}"}}

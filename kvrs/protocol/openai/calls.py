@@ -71,6 +71,19 @@ class BegunCall:
         """
         arguments_of(self.arguments)
 
+    @property
+    def goes_on(self) -> bool:
+        """Return whether more pieces have to follow: the arguments are no JSON object yet. Parsers
+        of engines send text between the pieces, which belongs behind the call.
+        """
+        if not self.pieces or not self.pieces[-1].rstrip().endswith("}"):
+            return True
+        try:
+            self.check_complete()
+        except UndecodableError:
+            return True
+        return False
+
     def close(self) -> None:
         self.is_closed = True
         self.pieces.clear()

@@ -270,6 +270,7 @@ class Translator:
         # Reason why the chat cannot be translated any further; None: it can.
         self.fault: str | None = None
         self._items: list[_Item] = []
+        self._text = ""  # Text that has come within an open call, and belongs behind it.
         self._calls = CallLog()
         self._finish_reason: str | None = None
         self._error: Mapping[str, Any] | None = None
@@ -370,6 +371,7 @@ class Translator:
     def _finished(self) -> Iterable[Event]:
         if self._finish_reason is None:
             raise UndecodableError("the chat ended without a finish reason")
+        yield from self._add_text(is_behind_call=True)
         yield from self._close()
         if not self._items:
             yield from self._open("message")
@@ -379,10 +381,11 @@ class Translator:
         reasoning = choice.delta.reasoning_content or choice.delta.reasoning
         if reasoning:
             yield from self._add("reasoning", reasoning, "response.reasoning_text.delta")
-        if choice.plain_text:
-            yield from self._add("message", choice.plain_text, "response.output_text.delta")
+        self._text += choice.plain_text
+        yield from self._add_text()
         for raw in choice.delta.tool_calls or ():
             yield from self._add_call(raw)
+        yield from self._add_text()
         if choice.finish_reason is not None:
             self._finish_reason = choice.finish_reason
             self._check_complete()
@@ -400,12 +403,20 @@ class Translator:
         logprobs: Fields = {"logprobs": []} if kind == "message" else {}
         yield self._event(delta, **self._place(item), content_index=0, delta=text, **logprobs)
 
+    def _add_text(self, *, is_behind_call: bool = False) -> Iterable[Event]:
+        """Add the text that has come; text within a call waits for the call's end."""
+        call = None if self._current is None else self._current.call
+        if self._text and (is_behind_call or call is None or not call.goes_on):
+            text, self._text = self._text, ""
+            yield from self._add("message", text, "response.output_text.delta")
+
     def _add_call(self, raw: msgspec.Raw) -> Iterable[Event]:
         call, arguments = self._calls.take(raw)
         if call.is_closed:
             return
         if (item := self._current) is None or item.call is not call:
             call.check_named()
+            yield from self._add_text(is_behind_call=True)
             yield from self._open("function_call", call)
             item = self._items[-1]
         if arguments:
