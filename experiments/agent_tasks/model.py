@@ -24,7 +24,7 @@ from kvrs_testkit.engine_streams.vocabulary import end_id, tokenizer
 CALLS = 5
 TURNS = CALLS + 1
 _TASK = re.compile(r"task number (\d+)")
-_WORDS = ("Ärger", "naïve.txt", "日本語.md", "a b.tmp", "🎉.log", 'quo"te', "back\\slash", "Jürgen")
+_WORDS = ("Ärger", "a.tmp", "日本.tmp", "b tmp", "🎉 ok", 'a"b', "a\\b", "Jürgen")
 
 
 class Phase(StrEnum):
@@ -108,11 +108,11 @@ def turn_of(messages: list[dict[str, Any]]) -> tuple[int, Turn]:
     number = sum(each["role"] == "tool" for each in said)
     task = _TASK.search(" ".join(each["text"] for each in said if each["role"] == "user"))
     calls = calls_of(int(task[1])) if task else []
-    digest = blake2b(msgspec.json.encode(said), digest_size=4).hexdigest()
-    thought = f"Hm, Vorsicht 🤔, step {number} of {CALLS}, behind {digest}, so the next one."
+    digest = blake2b(msgspec.json.encode(said), digest_size=3).hexdigest()
+    thought = f"Three files, Vorsicht 🤔 only temporary ones {digest}."
     if number >= len(calls):
-        return number, Turn(thought, f"All done, für dich 🎉: {digest}.", None)
-    return number, Turn(thought, f"Next I do the step {number}, für dich: {digest}.", calls[number])
+        return number, Turn(thought, f"Done 🎉 ok {digest}.", None)
+    return number, Turn(thought, f"I tidy up, für dich {digest}.", calls[number])
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -152,7 +152,9 @@ def played(messages: list[dict[str, Any]], call_id: str) -> Played:
     for at, text in enumerate(texts):
         delta = spans.delta(seen, seen + len(text), call_id)
         seen += len(text)
-        events.append(_EVENT % (json.dumps(delta, ensure_ascii=False, separators=(",", ":")), ids[at]))
+        events.append(
+            _EVENT % (json.dumps(delta, ensure_ascii=False, separators=(",", ":")), ids[at])
+        )
         for phase, place in spans.deaths.items():
             if seen >= place:
                 dies_at.setdefault(phase, at + 1)
