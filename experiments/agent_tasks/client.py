@@ -153,7 +153,7 @@ CLIENTS: dict[str, Callable[[str, str], Awaitable[str]]] = {
 
 
 async def done_by(name: str, url: str, question: str) -> dict[str, Any]:
-    """What a client has done of a task; an error is what an application of it would see."""
+    """Do a task; return its calls, the final text, and the error that an application sees."""
     _RAN.clear()
     begun_s = time.monotonic()
     final, error, said = None, None, ""

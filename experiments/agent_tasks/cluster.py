@@ -136,7 +136,7 @@ class Cluster:
         return [row["option"] for row in (await self.state())["recoveries"]]
 
     def violations(self) -> list[str]:
-        """What the proxy has asked of the servers against their rules."""
+        """Return the requests of the proxy that broke a rule of the servers."""
         return sorted(set(self.servers["p0"].script.violations))
 
     async def until_tested(self, decodes: int) -> None:

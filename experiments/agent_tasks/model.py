@@ -133,7 +133,7 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _text(content: Any) -> str:
-    """What the template makes of a message's content, whose parts clients cut differently."""
+    """The text of a message's content, whose parts clients cut differently."""
     if content is None or isinstance(content, str):
         return (content or "").strip()
     return "".join(part.get("text") or "" for part in content).strip()
@@ -228,7 +228,7 @@ class _Spans:
         return found
 
     def delta(self, begin: int, end: int, call_id: str) -> dict[str, Any]:
-        """What the parsers make of a token's text."""
+        """The delta of the event of a token: the parsed form of its text."""
         if thought := self._part(self.thought, begin, end):
             return {"reasoning": thought}
         if text := self._part(self.text, begin, end):

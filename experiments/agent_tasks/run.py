@@ -51,7 +51,7 @@ EXPLICIT = {
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a client has done of a task."""
+    """The record of a task that a client has done."""
 
     calls: list[tuple[str, dict[str, Any]]]
     final: str | None
@@ -169,7 +169,7 @@ def _is_right(task: int, calm: Done) -> bool:
 
 
 async def _one(system: Cluster, doing: Agent, task: int, calm: Done) -> dict[str, Any]:
-    """A task with a death: what came of it."""
+    """Do a task with a death; return its row."""
     kill = system.deaths.next = kill_of(task)
     died, begun_s = len(system.deaths.died), time.time()
     done = await doing.do(task)
