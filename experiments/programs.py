@@ -54,6 +54,7 @@ VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLL
 SGLANG = _variable("KVRS_SGLANG_PYTHON", "the interpreter of an environment with SGLang")
 KUBERNETES = _variable("KUBECONFIG", "the file of an API server of Kubernetes without machines")
 NAMESPACES = Need("network namespaces", _namespaces_missing)
+AGENTS = Need("agents", lambda: _file_missing(ROOT / ".venv-agents" / "bin" / "python"))
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
 
 
@@ -416,6 +417,7 @@ OTHERS = (
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("field_requests", "field_requests", 4),
+    _of("agent_tasks", "agent_tasks", 15, "run", AGENTS),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
     _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),

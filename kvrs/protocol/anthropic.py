@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import RequestError, UndecodableError
-from kvrs.protocol.anthropic_errors import error_event, fault_event
+from kvrs.protocol.anthropic_errors import NO_THREADS, error_event, fault_event
 from kvrs.protocol.openai.calls import (
     BegunCall,
     CallLog,
@@ -41,7 +41,7 @@ _IGNORED = {
 }
 _OWN = {
     *("context_management", "max_tokens", "messages", "output_config", "stop_sequences", "stream"),
-    *("system", "tool_choice", "tools"),
+    *("system", "thread", "tool_choice", "tools"),
 }
 _ALLOWED = _IGNORED | _OWN | AS_IN_CHAT
 # Fields of a chat that its prompt depends on.
@@ -87,6 +87,7 @@ def _read(body: bytes, max_elements: int) -> tuple[Fields, Fields]:
     """Return the fields of a body, and those of the chat without its stream and length."""
     fields = read_fields(body, _ALLOWED, _NEUTRAL, max_elements)
     _check_context(fields)
+    _check_thread(fields)
     chat: Fields = {name: fields[name] for name in fields if name in AS_IN_CHAT}
     return fields, chat | {"messages": _messages(fields)} | _tools(fields) | _output(fields)
 
@@ -263,6 +264,18 @@ def _check_context(fields: Fields) -> None:
             return
         case given:
             raise not_supported("context_management", given, "edits of type clear_thinking")
+
+
+def _check_thread(fields: Fields) -> None:
+    """Refuse a conversation that the server is to hold, with the code by which a client knows to
+    send each request whole: without a refusal it would send only what is new.
+    """
+    if "thread" in fields:
+        raise RequestError(
+            "thread is not supported; allowed: all messages in each request",
+            param="thread",
+            code=NO_THREADS,
+        )
 
 
 # Classes and functions that make a message and its events.

@@ -8,6 +8,8 @@ from kvrs.protocol.openai.calls import Event, read_error
 from kvrs.protocol.openai.chunks import NOT_A_NUMBER, UNDECODABLE
 
 OVERLOADED = 529  # Status of Anthropic's API for what is 503 elsewhere.
+# Code of an error by which Anthropic's SDK knows that it has to hold the conversation itself.
+NO_THREADS = "thread_unsupported_request"
 
 # Type of an error with a status; others are `invalid_request_error` below 500, else `api_error`.
 _OF_STATUS = {
@@ -40,6 +42,8 @@ def error_of(body: bytes, status: int, request_id: str) -> tuple[int, bytes]:
     error = _OBJECT.decode(body)["error"]
     kind = _OF_STATUS.get(status, "invalid_request_error" if status < 500 else "api_error")
     made = {"type": kind, "message": error["message"]}
+    if error.get("code") == NO_THREADS:
+        made["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
     encoded = msgspec.json.encode({"type": "error", "error": made, "request_id": request_id})
     return OVERLOADED if status == 503 else status, encoded
 

@@ -104,3 +104,9 @@ class RunningResponse:
     task: "asyncio.Task[Outcome]"
     # Makes the extra headers of an answer that is about to begin, as `head_of`.
     head: Callable[[], Mapping[str, str]]
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a reader has the head of the response's stream, and so its id."""
+        reader = self.client.reader
+        return reader is not None and reader.sse.has_begun

@@ -249,8 +249,10 @@ class ResponsesApi:
                 or code == UNDECODABLE
                 or (keyed.failure is None and code not in _TRANSIENT_CODES)
             )
-            is_refused = outcome.status < 500 and not keyed.record.events
-            if is_final and is_refused and not running.asked.background:
+            # A client that has nothing yet, and so no id, gets the error as a status, which its SDK
+            # may repeat.
+            is_unknown = not keyed.record.events and not running.has_begun
+            if is_final and is_unknown and not running.asked.background:
                 self._mirror.forget(keyed)
                 return outcome
             if is_final:

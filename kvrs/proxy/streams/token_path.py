@@ -140,7 +140,7 @@ class TokenPath:
             or len(ids) >= self._most_tokens
             or (transport is not None and transport.is_closing())
             or framed > _MOST_BYTES
-            # Behind an answer, a thought or a call changes how the stream can be continued.
+            # A thought or a call behind an answer changes how the stream can be continued.
             or (form.is_beside_text and journal.answer_from is not None)
         ):
             return data

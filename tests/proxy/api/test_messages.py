@@ -73,6 +73,27 @@ async def test_a_message_streams_through_a_cut_as_it_is_whole(
     assert began.message.usage.input_tokens == calm.usage.input_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_tool_runner_goes_on_without_a_thread(
+    claude: anthropic.AsyncAnthropic, *, stream: bool
+) -> None:
+    """It asks the server to hold the conversation, and holds it itself where the refusal says why;
+    had the field no effect, its second request would have the new messages alone.
+    """
+
+    @anthropic.beta_async_tool
+    async def nothing() -> str:
+        """Do nothing."""
+        return ""
+
+    runner = claude.beta.messages.tool_runner(**asked("latin"), tools=[nothing], stream=stream)
+    final = await runner.until_done()
+
+    (block,) = final.content
+    assert block.type == "text"
+    assert block.text == SCENARIOS["latin"]
+
+
 async def test_a_resumed_message_has_each_event_once(system: ProxyCluster) -> None:
     """With a key every event has an id, and the rest after any of them comes again."""
     body = asked("emoji", stream=True, temperature=0)
