@@ -1,6 +1,6 @@
 """Price of a replay without the processor: predicted against real, in real time on loopback.
 
-    python -m experiments.parsed_deaths.price [--rounds 3] [--tokens 10 30 ...] [--quick] [--out DIR]
+    python -m experiments.parsed_deaths.price [--rounds 3] [--tokens 10 30 ...] [--quick]
 
 A scripted vLLM writes a token every 20 ms. A stream with tools, which only a second run continues,
 is cut behind so many tokens; the proxy predicts the time of the recovery before it begins.
