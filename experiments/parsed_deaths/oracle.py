@@ -412,7 +412,7 @@ _WHOLE = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong with one answer: counts by kind are the rows of the result."""
+    """The faults of one answer by kind, which the result counts."""
 
     half_calls: tuple[str, ...] = ()
     other_text: tuple[str, ...] = ()
