@@ -418,6 +418,12 @@ OTHERS = (
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("field_requests", "field_requests", 4),
     _of("agent_tasks", "agent_tasks", 15, "run", AGENTS),
+    _of("parsed_deaths", "parsed_deaths", 8, quick=(0.5, "run --quick")),
+    _of(
+        *("parsed_deaths", "near_ties", 6, "run --differ 0.002 --deaths 1000"),
+        quick=(0.5, "run --differ 0.002 --quick"),
+    ),
+    _of("parsed_deaths", "price", 5, "price", quick=(0.5, "price --quick")),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
     _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),

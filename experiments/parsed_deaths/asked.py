@@ -1,5 +1,6 @@
 """The requests of the experiment: recordings of many parsers, in three APIs."""
 
+import functools
 import json
 import random
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ def _response(choice: str) -> dict[str, Any]:
 _ASKED = {CHAT: _chat, MESSAGES: _message, RESPONSES: _response}
 
 
+@functools.cache
 def usable(engine: str) -> list[str]:
     """Names of the recordings of an engine whose calls have arguments that are JSON objects.
 

@@ -57,15 +57,15 @@ def read(api: str, *, is_stream: bool, status: int, body: bytes, ended: str) -> 
     answer = Answer()
     if ended:
         answer.fault(f"the connection broke: {ended}")
-    if status != 200:
-        _read_status(answer, status, body)
-    elif is_stream:
-        _STREAMS[api](answer, list(_events(answer, body)))
-    else:
-        try:
+    try:
+        if status != 200:
+            _read_status(answer, status, body)
+        elif is_stream:
+            _STREAMS[api](answer, list(_events(answer, body)))
+        else:
             _WHOLE[api](answer, json.loads(body))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            answer.fault(f"no answer of {api}: {error!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        answer.fault(f"no answer of {api}: {error!r}")
     return answer
 
 
@@ -383,11 +383,8 @@ def _read_responses(answer: Answer, events: Sequence[tuple[str | None, Any]]) ->
     for name, event in events:
         if isinstance(event, str):
             answer.fault("[DONE] in a stream of a response")
-            continue
-        try:
+        else:
             reader.take(name, event)
-        except KeyError as error:
-            answer.fault(f"{event.get('type')} without {error}")
     if not answer.is_over:
         answer.fault("an end without the response's end")
 
@@ -415,7 +412,7 @@ _WHOLE = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong with one answer: counts by kind are the rows of the result."""
+    """The faults of one answer by kind, which the result counts."""
 
     half_calls: tuple[str, ...] = ()
     other_text: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import aiohttp
 
 from kvrs.config.file import parse_config
+from kvrs.ids import InstanceId
 from kvrs.net.routes import WRITTEN, Request, Response, head_of
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams.recoveries import Recovery
@@ -54,7 +55,7 @@ class Death:
 
 
 class _Mortal:
-    """What the servers of both engines have in common: they look at the cluster's `Death`."""
+    """Part that the servers of both engines share: they act as the `Death` of the request says."""
 
     id: str
     role: str
@@ -160,11 +161,20 @@ class Cluster(ProxyCluster):
 
     async def until_tested(self) -> None:
         """Wait until all servers are up, and the proxy knows that they are equal."""
-        await self._until(lambda rows: all(map(_is_ready, rows.values())))
+        await self._until(
+            lambda: all(self._is_up(name) and self._is_tested(name) for name in NAMES)
+        )
 
-    async def _until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+    def _is_up(self, name: str) -> bool:
+        return self.proxy.parts.driver.control.instances.is_up(InstanceId(name))
+
+    def _is_tested(self, name: str) -> bool:
+        found = self.proxy.parts.driver.control.self_tests.describe(InstanceId(name))
+        return name not in DECODES or bool(found and found["done"])
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(_TESTED_S):
-            while not holds({row["id"]: row for row in (await self.state())["instances"]}):
+            while not holds():
                 await asyncio.sleep(_LOOK_S)
 
     async def ask_for(
@@ -187,7 +197,7 @@ class Cluster(ProxyCluster):
             assert death.killing is not None
             await death.killing
             # The proxy knows that it was lost, or it could take the old process for tested.
-            await self._until(lambda rows: rows[victim]["health"] != "up")
+            await self._until(lambda: not self._is_up(victim))
             await self.servers[victim].restart()
             await self.until_tested()
             await asyncio.sleep(_APART_S)
@@ -210,11 +220,6 @@ class Cluster(ProxyCluster):
     @property
     def violations(self) -> list[str]:
         return [each for server in self.servers.values() for each in server.script.violations]
-
-
-def _is_ready(row: dict[str, Any]) -> bool:
-    is_tested = row["role"] == "prefill" or bool(row["self_test"] and row["self_test"]["done"])
-    return is_tested and row["health"] == "up"
 
 
 @asynccontextmanager

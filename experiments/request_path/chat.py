@@ -1,5 +1,5 @@
-"""CPU of a chat with tools on its way through the proxy, beside another checkout: to the first token,
-and for each further token of a thought, of text and of a tool call's arguments.
+"""CPU of a chat with tools on its way through the proxy, beside another checkout: to the first
+token, and for each further token of a thought, of text and of a tool call's arguments.
 
     python -m experiments.request_path.chat --beside CHECKOUT [--rounds N] [--out DIR]
 
@@ -43,7 +43,8 @@ def deltas() -> Iterator[dict[str, Any]]:
         yield {"reasoning": f"thought{n} "}
     for n in range(TEXT):
         yield {"content": f"word{n} "}
-    yield {"tool_calls": [{"index": 0, "id": "call-1", "type": "function", "function": {"name": "put", "arguments": ""}}]}  # fmt: skip
+    begun = {"index": 0, "id": "call-1", "type": "function"}
+    yield {"tool_calls": [begun | {"function": {"name": "put", "arguments": ""}}]}
     for n in range(ARGUMENTS):
         yield {"tool_calls": [{"index": 0, "function": {"arguments": f'"key{n}": '}}]}
 

@@ -11,6 +11,7 @@ import msgspec
 
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UndecodableError, UpstreamError
+from kvrs.protocol.instance import TokenId
 from kvrs.protocol.openai.chunks import (
     BROKEN_REASONS,
     CHUNK,
@@ -362,6 +363,8 @@ class Relay(AnswerReader):
         try:
             event = CHUNK.decode(data)
         except UNREADABLE:
+            if _is_of_parser(data):  # Other servers' parsers would make the same of the output.
+                raise UndecodableError("the engine sent a malformed piece of an answer") from None
             raise UpstreamError("sent an event that is not a completion chunk") from None
         if event.error is not None:
             _raise_error_event(event.error)
@@ -491,6 +494,30 @@ def _continued(received: ReceivedChoice, piece: Piece) -> Any:
         raise UpstreamError("sent tokens without readable log probabilities")
     kept = {name: values and values[: len(piece.token_ids)] for name, values in found.items()}
     return kept | {"text_offset": list(piece.offsets)}
+
+
+class _Unparsed(msgspec.Struct):
+    """A choice of a chat but for what a parser makes."""
+
+    delta: msgspec.Raw
+    finish_reason: str | None = None
+    token_ids: list[TokenId] | None = None
+
+
+class _UnparsedChunk(msgspec.Struct):
+    choices: list[_Unparsed]
+
+
+_UNPARSED = msgspec.json.Decoder(_UnparsedChunk)
+
+
+def _is_of_parser(data: bytes) -> bool:
+    """Return whether only that part of an event cannot be read which a parser makes."""
+    try:
+        _UNPARSED.decode(data)
+    except UNREADABLE:
+        return False
+    return True
 
 
 def _raise_error_event(error: Any) -> None:
