@@ -417,7 +417,7 @@ OTHERS = (
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("field_requests", "field_requests", 4),
-    _of("agent_tasks", "agent_tasks", 15, "run", AGENTS),
+    _of("agent_tasks", "agent_tasks", 20, "run", AGENTS),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
     _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ CALLS = [("f", {"x": 1}), ("g", {"x": 2})]
 @pytest.mark.parametrize("task", [0, 7])
 def test_the_events_of_a_turn_say_what_the_model_wrote(task: int) -> None:
     """In the form of the recordings: nulls, empty deltas, and characters of several bytes."""
-    said = [{"role": "user", "content": question(task)}]
+    said: list[dict[str, Any]] = [{"role": "user", "content": question(task)}]
     for number, call in enumerate([*calls_of(task), None]):
         found, turn = turn_of(said)
         streamed = played(said, "id")
@@ -40,10 +41,8 @@ def test_the_events_of_a_turn_say_what_the_model_wrote(task: int) -> None:
             {"function": {"name": name, "arguments": json.dumps(arguments)}}
             for name, arguments in wanted
         ]
-        said += [
-            {"role": "assistant", "content": answer.content, "tool_calls": calls},
-            {"role": "tool", "content": "ran"},
-        ]
+        said.append({"role": "assistant", "content": answer.content, "tool_calls": calls})
+        said.append({"role": "tool", "content": "ran"})
 
 
 def test_the_deaths_come_in_each_turn_and_in_each_part_of_one() -> None:
