@@ -417,7 +417,7 @@ OTHERS = (
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("field_requests", "field_requests", 4),
-    _of("agent_tasks", "agent_tasks", 15, "run", AGENTS),
+    _of("agent_tasks", "agent_tasks", 20, "run", AGENTS),
     _of("parsed_deaths", "parsed_deaths", 8, quick=(0.5, "run --quick")),
     _of(
         *("parsed_deaths", "near_ties", 6, "run --differ 0.002 --deaths 1000"),

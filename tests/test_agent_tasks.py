@@ -41,10 +41,8 @@ def test_the_events_of_a_turn_say_what_the_model_wrote(task: int) -> None:
             {"function": {"name": name, "arguments": json.dumps(arguments)}}
             for name, arguments in wanted
         ]
-        said += [
-            {"role": "assistant", "content": answer.content, "tool_calls": calls},
-            {"role": "tool", "content": "ran"},
-        ]
+        said.append({"role": "assistant", "content": answer.content, "tool_calls": calls})
+        said.append({"role": "tool", "content": "ran"})
 
 
 def test_the_deaths_come_in_each_turn_and_in_each_part_of_one() -> None:

@@ -229,7 +229,7 @@ async def versions() -> dict[str, str]:
             *(str(python), "-c", program, *PACKAGES), stdout=asyncio.subprocess.PIPE
         )
         said, _ = await process.communicate()
-        found = json.loads(said) | found
+        found |= json.loads(said)  # That of the agents last: only anthropic runs in ours.
     return found
 
 

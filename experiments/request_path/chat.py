@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+# Modules of kvrs are imported where they are used: `--measure` takes them from another checkout.
 ROUNDS = 12
 REQUESTS = 60  # In one process, of which the first half warms up.
 THOUGHT, TEXT, ARGUMENTS = 60, 60, 80  # Tokens.
@@ -28,7 +29,10 @@ TOKENS = THOUGHT + TEXT + 1 + ARGUMENTS
 
 def request() -> bytes:
     tool = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
-    fields = {"model": "model", "messages": [{"role": "user", "content": "word " * 128}]}
+    fields: dict[str, Any] = {
+        "model": "model",
+        "messages": [{"role": "user", "content": "word " * 128}],
+    }
     fields |= {"tools": [tool], "max_tokens": TOKENS, "stream": True, "temperature": 0}
     body = msgspec.json.encode(fields)
     path = "/v1/chat/completions"
@@ -52,6 +56,7 @@ def deltas() -> Iterator[dict[str, Any]]:
 def reads() -> list[bytes]:
     """The bytes of the decode server's answer, one read a token."""
     from experiments.request_path import whole
+    from kvrs.protocol.openai.chunks import sse
 
     said, found = list(deltas()), []
     for token, delta in enumerate(said):
@@ -60,7 +65,7 @@ def reads() -> list[bytes]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
         choice["token_ids"] = [1000 + token]
         event = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1}
-        data = whole.sse(msgspec.json.encode(event | {"model": "model", "choices": [choice]}))
+        data = sse(msgspec.json.encode(event | {"model": "model", "choices": [choice]}))
         data += b"data: [DONE]\n\n" * is_last
         found.append(b"%x\r\n%b\r\n" % (len(data), data) + whole._LAST_CHUNK * is_last)
     found[0] = whole._STREAM + found[0]
