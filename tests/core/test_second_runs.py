@@ -166,7 +166,7 @@ def test_a_difference_is_learned_and_raises_the_price() -> None:
 
     differences = harness.policy.state.differences
     assert (differences.tokens, differences.found) == (6, 1)
-    assert differences.chance(40) == pytest.approx(3 * chance, rel=0.01)  # 1.5 for 0.5.
+    assert differences.chance(40) == pytest.approx(21 * chance, rel=0.01)  # 1.05 for 0.05.
 
 
 def test_the_chance_of_a_difference_follows_what_was_seen() -> None:

@@ -18,7 +18,7 @@ _FORGETTING_PER_S = log(2) / HALF_LIFE_S
 # Shorter costs count as this long: they show the clock and polling more than the recovery.
 SHORTEST_S = 0.001
 # Estimate before the first replay: one difference in 100,000 tokens.
-_PRIOR_FOUND, _PRIOR_TOKENS = 0.5, 50_000
+_PRIOR_FOUND, _PRIOR_TOKENS = 0.05, 5_000
 
 
 @dataclass(slots=True)
