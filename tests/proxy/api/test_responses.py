@@ -218,6 +218,23 @@ async def test_the_head_of_a_stream_is_a_promise(
     assert after is True
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_any_event_is_a_status(
+    build: ProxyClusterBuilder, stream: bool
+) -> None:
+    """SDKs repeat it then; nothing is kept of a response whose id no client has."""
+    system = await build(policy={"recovery": {"wait_s": 0.2, "role_wait_s": 0.2}})
+    for name in ("d0", "d1"):
+        if name in system.instances:
+            await system.instances[name].kill()
+
+    body = asked("latin") | {"stream": stream}
+    async with system.http.post(f"{system.url}/v1/responses", json=body) as response:
+        assert response.status in (502, 503), await response.read()
+
+    assert not system.proxy.parts.mirror.streams
+
+
 async def test_max_output_tokens_leave_an_incomplete_response(client: openai.AsyncOpenAI) -> None:
     """With the reason that OpenAI gives."""
     response = await client.responses.create(**asked("emoji", max_output_tokens=3))
