@@ -14,9 +14,8 @@ import json
 import logging
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +34,7 @@ from experiments.parsed_deaths.world import (
     open_cluster,
 )
 from experiments.record import Record
+from kvrs.core.books.learning import Differences
 from kvrs_testkit.memory_loop import MemoryLoop
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
@@ -73,6 +73,13 @@ class Row:
         return [outcome for option, outcome in found if option == "replay"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    number: int
+    asked: Asked
+    rng: random.Random
+
+
 @dataclass
 class Deaths:
     """Draws deaths, and judges the answers; the same seed draws the same ones."""
@@ -81,30 +88,39 @@ class Deaths:
     differ: float = 0.0  # Probability that a token of a second run differs.
     only: Sequence[Engine] = ENGINES
     clusters: dict[Engine, Cluster] = field(default_factory=dict)
-    # Probability of a difference a token, as each proxy has learned it.
-    learned: dict[Engine, float] = field(default_factory=dict)
+    # What the proxies have learned of differences, by engine.
+    learned: dict[Engine, Differences] = field(default_factory=lambda: defaultdict(Differences))
     failed_calm: dict[str, str] = field(default_factory=dict)  # Requests that fail without a death.
     _calm: dict[tuple[Asked, int | None], tuple[Answer, int]] = field(default_factory=dict)
 
     async def rows(self, count: int) -> list[Row]:
-        async with AsyncExitStack() as stack:
-            for engine in self.only:
-                self.clusters[engine] = await stack.enter_async_context(open_cluster(engine))
-            rows = [await self._row(number) for number in range(count)]
-            for engine, cluster in self.clusters.items():
-                self.learned[engine] = cluster.difference_chance
-                assert not cluster.violations, (engine, cluster.violations[:5])
-        return rows
-
-    async def _row(self, number: int) -> Row:
-        rng = random.Random(f"{self.seed}/{number}")
-        engine = self.only[-1] if number % SGLANG_EACH == SGLANG_EACH - 1 else self.only[0]
-        while True:  # A few deaths come behind the end, because the clients' bytes are counted.
+        """Draw and judge `count` deaths, those of one recording at one cluster: a cluster has one
+        model, whose parsers its proxy gets to know.
+        """
+        by_recording: dict[tuple[Engine, str], list[_Draw]] = defaultdict(list)
+        for number in range(count):
+            rng = random.Random(f"{self.seed}/{number}")
+            engine = self.only[-1] if number % SGLANG_EACH == SGLANG_EACH - 1 else self.only[0]
             asked = drawn(rng, usable(engine))
-            found = await self._death(number, engine, asked, rng)
-            if found is not None:
-                if found.verdict.is_wrong:
-                    print(shown(found), file=sys.stderr, flush=True)
+            by_recording[engine, asked.recording].append(_Draw(number, asked, rng))
+        rows = list[Row]()
+        for (engine, _), draws in by_recording.items():
+            async with open_cluster(engine, draws[0].asked.played) as cluster:
+                self.clusters[engine] = cluster
+                rows += [row for draw in draws if (row := await self._row(engine, draw))]
+                found = cluster.proxy.parts.driver.control.policy.state.differences
+                self.learned[engine].tokens += found.tokens
+                self.learned[engine].found += found.found
+                assert not cluster.violations, (engine, cluster.violations[:5])
+        return sorted(rows, key=lambda row: row.number)
+
+    async def _row(self, engine: Engine, draw: "_Draw") -> Row | None:
+        """Judge one death; None: the request fails without a death."""
+        while True:  # A few deaths come behind the end, because the clients' bytes are counted.
+            found = await self._death(draw.number, engine, draw.asked, draw.rng)
+            if found is not None and found.verdict.is_wrong:
+                print(shown(found), file=sys.stderr, flush=True)
+            if found is not None or f"{draw.asked.recording} {draw.asked.api}" in self.failed_calm:
                 return found
 
     async def _death(
@@ -297,7 +313,8 @@ def keep(options: argparse.Namespace, record: Record, deaths: Deaths, rows: Sequ
     console.print("fail without a death, not counted:", deaths.failed_calm, markup=False)
     if options.differ:
         document["near_ties"] = {
-            name: near_ties(of, options.differ) | {"learned a token": deaths.learned[engine]}
+            name: near_ties(of, options.differ)
+            | {"learned a token": deaths.learned[engine].chance(1)}
             for name, of in groups(rows)
             for engine in ENGINES
             if name == engine

@@ -213,24 +213,22 @@ class Cluster(ProxyCluster):
         return list(self.proxy.parts.driver.recoveries.entries)
 
     @property
-    def difference_chance(self) -> float:
-        """The proxy's probability that a token of a second run differs."""
-        return self.proxy.parts.driver.control.policy.state.differences.chance(1)
-
-    @property
     def violations(self) -> list[str]:
         return [each for server in self.servers.values() for each in server.script.violations]
 
 
 @asynccontextmanager
-async def open_cluster(engine: Engine) -> AsyncIterator[Cluster]:
-    """Open a cluster whose servers are up and tested."""
+async def open_cluster(
+    engine: Engine, recording: Recording | None = None
+) -> AsyncIterator[Cluster]:
+    """Open a cluster whose servers are up and tested; they play `recording` from their start on."""
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         save_tokenizer(directory)
         (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 16}))
         servers = _servers_of(engine)
         for server in servers.values():
+            server.recording = recording
             await server.start()
             stack.push_async_callback(server.close)
         ports = {name: server.port for name, server in servers.items()}
