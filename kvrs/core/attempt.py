@@ -249,6 +249,7 @@ class Attempt(Generic[S]):
             journal.promise,
             journal.only_replay,
             journal.is_sampled,
+            journal.is_repeatable,
             None if last_s is None else now_s - last_s,
         )
         control.tell(resumed, now_s)

@@ -194,6 +194,7 @@ class Control(Generic[S]):
                 journal.needs_replay,
                 journal.only_replay,
                 journal.is_sampled,
+                journal.is_repeatable,
             )
         self.tell(arrival, now_s)
 

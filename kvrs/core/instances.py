@@ -1,6 +1,6 @@
 """Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import assert_never
 
 from kvrs.core import kv_locations, starter, staying, steps
@@ -216,10 +216,22 @@ def _leave_kv(state: State, member: Member, produced_tokens: Mapping[StreamId, i
 def _move(
     state: State, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
 ) -> None:
-    """Decide the instance's streams as if it were lost, although it runs: nothing is fenced."""
-    steps.halt_all(state, _running(state, member))
+    """Decide the instance's streams as if it were lost, although it runs: nothing is fenced.
+    Streams that no other instance can continue stay while it runs.
+    """
+    kept = {each.id for each in _running(state, member) if not _can_leave(state, each, member)}
+    steps.halt_all(state, [each for each in _running(state, member) if each.id not in kept])
     event = InstanceLeft(member.id, cause, produced_tokens, is_lost=False)
-    starter.gather(state, _leave(state, member, event, now_s), now_s)
+    starter.gather(state, _leave(state, member, event, now_s, kept), now_s)
+
+
+def _can_leave(state: State, stream: Stream, member: Member) -> bool:
+    """Return whether another instance can continue the stream as it must be continued."""
+    if not stream.must_replay:
+        return True
+    stream.generates = member.generates or stream.generates
+    others = (each for each in state.view.targets(stream.name) if each is not member)
+    return any(stream.may_replay(each) for each in others)
 
 
 def _lose(
@@ -245,11 +257,18 @@ def _lose(
     return [*victims, *waiting]
 
 
-def _leave(state: State, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
-    """Apply the event to the instance's streams and its queue for slots; return the streams to
-    place again.
+def _leave(
+    state: State,
+    member: Member,
+    event: InstanceLeft,
+    now_s: float,
+    kept: Collection[StreamId] = (),
+) -> list[Stream]:
+    """Apply the event to the instance's streams but for those that stay, and to its queue for
+    slots; return the streams to place again.
     """
-    names = [*sorted(member.running), *state.slots.waiting_for(member.id)]
+    running = (each for each in sorted(member.running) if each not in kept)
+    names = [*running, *state.slots.waiting_for(member.id)]
     streams = [state.streams[each] for each in names]
     for stream in streams:
         steps.apply(state, stream.id, event, now_s)

@@ -181,3 +181,32 @@ def test_the_chance_of_a_difference_follows_what_was_seen() -> None:
     for _ in range(20_000):
         learned.note(1, differed=True)
     assert learned.chance(1000) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_repeatable", "moves"),
+    [(EQUAL, True, True), (OTHER, True, False), (EQUAL, False, False)],
+    ids=["equal", "other", "drawn tokens"],
+)
+def test_a_drain_moves_a_stream_only_where_it_can_go_on(
+    theirs: str, is_repeatable: bool, moves: bool
+) -> None:
+    """The drained instance lives, so a stream that no other one continues ends there."""
+    harness = PolicyHarness()
+    for instance, found in {"p0": "", "d0": EQUAL, "d1": theirs}.items():
+        harness.handle(instance_up(instance, generates=found, capabilities=[]))
+    home = harness.decoding("A", resumed=False).plan.decode
+    resumed = ev.StreamResumed(
+        A, 1, needs_replay=True, only_replay=True, is_repeatable=is_repeatable
+    )
+    harness.handle(resumed)
+    harness.actions.clear()
+
+    harness.handle(ev.DrainOrdered(home, True, {A: 40}, cause="an operator"), at_s=1.0)
+    harness.look_until(40.0)
+
+    moved = {start.stream: start.plan for start in of(harness.actions, act.Start)}
+    assert (A in moved) is moves
+    assert not moves or moved[A].replays
+    assert not of(harness.actions, act.GiveUp)
+    assert (A in {halt.stream for halt in of(harness.actions, act.Halt)}) is moves

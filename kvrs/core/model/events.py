@@ -256,9 +256,10 @@ class StreamAdopted(_Event, frozen=True):
     kept: tuple[Kept, ...] = ()
     tenant: str = ""
     name: str = ""
-    needs_replay: bool = False  # These three as in `StreamResumed`.
+    needs_replay: bool = False  # These four as in `StreamResumed`.
     only_replay: bool = False
     is_sampled: bool = False
+    is_repeatable: bool = True
 
 
 class PrefillDone(_Event, frozen=True, gc=False):
@@ -310,6 +311,7 @@ class StreamResumed(_Event, frozen=True, gc=False, omit_defaults=True):
     # call, or the output follows a grammar.
     only_replay: bool = False
     is_sampled: bool = False  # The tokens are drawn (temperature above 0).
+    is_repeatable: bool = True  # An equal instance generates the same output once more.
     # Pause of a recovered stream: the time since the token before; None: no token before.
     gap_s: float | None = None
 

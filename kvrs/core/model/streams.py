@@ -316,6 +316,7 @@ class Stream:
     needs_replay: bool = False  # Only `Option.REPLAY` continues the stream exactly,
     only_replay: bool = False  # or continues it at all.
     is_sampled: bool = False  # The tokens are drawn (temperature above 0).
+    is_repeatable: bool = True  # An equal instance generates the same output once more.
     promise: ev.Promise = ev.Promise.NONE
     # Processes (instance, epoch) at which the stream failed.
     excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()
@@ -353,7 +354,7 @@ class Stream:
         self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True
         self.first_token_sent = event.produced_tokens > 0
         self.needs_replay, self.only_replay = event.needs_replay, event.only_replay
-        self.is_sampled = event.is_sampled
+        self.is_sampled, self.is_repeatable = event.is_sampled, event.is_repeatable
         self.recovery.note_failure("taken over from another proxy", None, now_s)
 
     @property
@@ -433,6 +434,8 @@ class Stream:
         processor that repeats known tokens, or its self-test is equal to that of the instance that
         generated them.
         """
+        if not self.is_repeatable:
+            return False
         if member.replays:
             return True
         greedy, _, seeded = self.generates.partition(":")
@@ -491,6 +494,7 @@ class Stream:
         self.first_token_sent = True
         self.needs_replay, self.promise = event.needs_replay, event.promise
         self.only_replay, self.is_sampled = event.only_replay, event.is_sampled
+        self.is_repeatable = event.is_repeatable
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
         self.recovery = RecoveryState()
 
