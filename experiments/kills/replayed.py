@@ -321,6 +321,18 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def add_marks(model: Path) -> None:
+    """Add the marks of a thought to the model's tokenizer, with ids that it never generates."""
+    path = model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    known = [each["id"] for each in tokenizer["added_tokens"]]
+    known += tokenizer["model"]["vocab"].values()
+    for number, mark in enumerate(("<think>", "</think>"), max(known) + 1):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": number, "content": mark, "special": True} | flags)
+    path.write_text(json.dumps(tokenizer))
+
+
 def run(options: argparse.Namespace) -> int:
     console, record = Console(record=True, width=130), Record(options.seed)
     cuts, until_s = options.kills or CUTS, time.monotonic() + (options.limit_s or math.inf)
@@ -335,6 +347,8 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = vllm_config(directory, ALONE if options.gpu else HANDED_OVER)
+        if options.thoughts:
+            add_marks(Path(str(config.cluster.model)))
         servers = VllmServers(config, os.environ[PYTHON_ENV], *flags)
         servers.environment = BATCH_INVARIANT if options.gpu else {}
         servers.replays = not options.stock

@@ -170,7 +170,8 @@ class Control(Generic[S]):
         max_tokens = journal.max_tokens
         most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
         arrival: ev.StreamArrived | ev.StreamAdopted
-        if not journal.owner_epoch or journal.prompt_ids is None:
+        is_begun = journal.prompt_ids is not None or journal.produced_tokens > 0
+        if not journal.owner_epoch or not is_begun:
             arrival = ev.StreamArrived(
                 journal.stream,
                 prompt_tokens,
@@ -345,7 +346,7 @@ class Control(Generic[S]):
         # which promises exact tokens, was sent before this was known.
         unkept = [each for each in journal.inexact if each not in journal.replayed]
         is_unkept = journal.promise is not ev.Promise.NONE and unkept
-        is_lost = journal.only_replay and not (journal.is_repeatable and self._may_repeat())
+        is_lost = journal.only_replay and not (journal.may_come_again and self._may_repeat())
         if (is_unkept or is_lost) and journal.produced_tokens:
             return f"cannot be continued exactly: {', '.join(unkept or journal.inexact)}"
         return None

@@ -11,6 +11,7 @@ from kvrs.core.model.member import Member, pause_s
 from kvrs.core.model.reforming import cause_of
 from kvrs.core.model.reports import changes_ranks
 from kvrs.core.model.streams import Stream
+from kvrs.core.options.replay import REPLAY_S_MAX
 from kvrs.core.state import State
 from kvrs.ids import StreamId
 from kvrs.protocol.gpus import GpuState
@@ -219,19 +220,26 @@ def _move(
     """Decide the instance's streams as if it were lost, although it runs: nothing is fenced.
     Streams that no other instance can continue stay while it runs.
     """
-    kept = {each.id for each in _running(state, member) if not _can_leave(state, each, member)}
+    kept = {
+        each.id
+        for each in _running(state, member)
+        if not _can_leave(state, each, member, produced_tokens.get(each.id, 0))
+    }
     steps.halt_all(state, [each for each in _running(state, member) if each.id not in kept])
     event = InstanceLeft(member.id, cause, produced_tokens, is_lost=False)
     starter.gather(state, _leave(state, member, event, now_s, kept), now_s)
 
 
-def _can_leave(state: State, stream: Stream, member: Member) -> bool:
-    """Return whether another instance can continue the stream as it must be continued."""
+def _can_leave(state: State, stream: Stream, member: Member, produced_tokens: int) -> bool:
+    """Return whether another instance can continue the stream as it must be continued, in time."""
     if not stream.must_replay:
         return True
     stream.generates = member.generates or stream.generates
+    step_s = member.prefill.step_overhead_s if stream.token_s is None else stream.token_s
+    if max(stream.produced_tokens, produced_tokens) * step_s > REPLAY_S_MAX:
+        return False
     others = (each for each in state.view.targets(stream.name) if each is not member)
-    return any(stream.may_replay(each) for each in others)
+    return any(stream.may_replay(each) and not stream.bars(each) for each in others)
 
 
 def _lose(

@@ -145,7 +145,8 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
     if decision is not None and (recovers or decision.chosen.option is not Option.START):
         state.actions.append(decisions.settle(state, stream, decision, now_s))
     decode = attempt.decodes_on
-    if attempt.option is Option.REPLAY and decode is not None and not decode.replays:
+    is_second_run = attempt.option is Option.REPLAY and not attempt.resumed
+    if is_second_run and decode is not None and not decode.replays:
         state.differences.note(stream.produced_tokens, differed=False)
     if home is not None:
         outliers.answered(state, stream, home, now_s)

@@ -369,8 +369,10 @@ class MessageTranslator:
 
     def _add_text(self, *, is_behind_call: bool = False) -> Iterable[Event]:
         """Add the text that has come; text within a call waits for the call's end."""
+        if not self._text:
+            return
         is_within = isinstance(self._block, BegunCall) and self._block.goes_on
-        if self._text and (is_behind_call or not is_within):
+        if is_behind_call or not is_within:
             text, self._text = self._text, ""
             delta = {"type": "text_delta", "text": text}
             yield from self._add("text", {"type": "text", "text": ""}, delta)

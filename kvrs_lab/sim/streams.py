@@ -61,7 +61,7 @@ class SimJournal:
     is_mirrored: bool = False  # Another journal shares the times, so each token is noted at once.
 
     needs_replay = only_replay = is_sampled = False
-    is_repeatable = True
+    is_repeatable = may_come_again = True
 
     @property
     def is_recoverable(self) -> bool:

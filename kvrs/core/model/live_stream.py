@@ -98,6 +98,12 @@ class StreamJournal(Protocol):
         """True if equal instances generate the same output for the same request."""
 
     @property
+    def may_come_again(self) -> bool:
+        """True if some instance generates the known output again: `is_repeatable`, or one is told
+        it.
+        """
+
+    @property
     def is_sampled(self) -> bool:
         """True if tokens are drawn (temperature above 0)."""
 

@@ -434,10 +434,10 @@ class Stream:
         processor that repeats known tokens, or its self-test is equal to that of the instance that
         generated them.
         """
-        if not self.is_repeatable:
-            return False
         if member.replays:
             return True
+        if not self.is_repeatable:
+            return False
         greedy, _, seeded = self.generates.partition(":")
         known_greedy, _, known_seeded = member.generates.partition(":")
         is_equal = bool(greedy) and greedy == known_greedy

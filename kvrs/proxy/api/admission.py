@@ -43,6 +43,7 @@ from kvrs.proxy.wire.exactness import (
     tokens_at_risk,
 )
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.requests import (
     CHAT,
     ByteBudget,
@@ -356,9 +357,11 @@ class Admissions:
         if self._instances.plain is not None:
             journal.never_as_text = is_never_text(parsed)
             journal.has_generator = self._backend != SGLANG
-            journal.replayed = replayable(
-                journal.inexact, parsed, has_generator=journal.has_generator
-            )
+            # A thought shows while the stream runs, too late for a seed of the proxy's.
+            known = [each for each in journal.inexact if each != REASONING]
+            journal.replayed = replayable(known, parsed, has_generator=journal.has_generator)
+            if REASONING in journal.inexact and journal.is_repeatable:
+                journal.replayed = (*journal.replayed, REASONING)
             if parsed.endpoint is CHAT:
                 journal.restore(_received(record))
         # The instance that began the output is not known here, so a difference between any

@@ -196,7 +196,11 @@ class AttemptCalls:
         return self._decode(transfer, continuation, ids_text)
 
     async def _end_alone(self) -> None:
-        self._give_end(Continuation(self._live.journal, await self._context.tokenizer.load()))
+        try:
+            continuation = Continuation(self._live.journal, await self._context.tokenizer.load())
+        except DifferentOutputError as error:  # A parser has made the text, and knows the end.
+            raise ConfigError(f"cannot be continued exactly: {error}") from None
+        self._give_end(continuation)
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
         exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
@@ -264,7 +268,7 @@ class AttemptCalls:
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.parsed.tokenised(answer.prompt_ids)
         elif plan.replays and answer.prompt_ids != journal.prompt:
-            raise UpstreamError("rendered another prompt")
+            raise DifferentOutputError("rendered another prompt")
         if journal.cached_tokens is None and not journal.output_ids:
             journal.cached_tokens = answer.cached_tokens
         return answer
@@ -335,7 +339,8 @@ class AttemptCalls:
         so that later ones can be continued from these.
         """
         journal, tokenizer = self._live.journal, self._context.tokenizer
-        if journal.finished and not journal.never_as_text and tokenizer.available:
+        is_cut = isinstance(journal.stop_reason, str)  # The text ends before the ids do.
+        if journal.finished and not (journal.never_as_text or is_cut) and tokenizer.available:
             is_plain = is_answer_plain(journal, await tokenizer.load())
             self._context.parsers.plain_answers = is_plain
 

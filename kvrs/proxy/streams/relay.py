@@ -3,7 +3,7 @@
 The healthy path of a token: one search, one small list decoded, one append, one write.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
@@ -135,8 +135,9 @@ class Relay(AnswerReader):
         self._noted = False
         if continuation is not None:
             journal.text_sent = continuation.sent
+            journal.can_begin_again = False  # The output is one of two runs now.
         elif not replays:
-            assert exact or not journal.output_ids, (
+            assert exact or not (journal.output_ids or journal.textual), (
                 "a plain engine cannot go on with another's text"
             )
             journal.text_sent = None if exact else 0
@@ -281,22 +282,28 @@ class Relay(AnswerReader):
             raise fault
         return done
 
-    def _taken(self, data: bytes) -> tuple[bytes, ...]:
-        """Take one event; return the events that the client gets for it, of which a second run may
-        have held back several.
+    def _taken(self, data: bytes) -> Iterator[bytes]:
+        """Take one event; yield the events that the client gets for it, of which a second run may
+        have held back several. The journal is that of each event when it is yielded.
         """
         if self._replayed is None:
-            event = self._take(data)
-            return () if event is None else (event,)
+            if (event := self._take(data)) is not None:
+                yield event
+            return
+        data = self._form.usual(data)
         chunk = self._decoded(data)
         if not chunk.choices:
-            event = self._take_usage(data, chunk)
-            return () if event is None else (event,)
+            if (event := self._take_usage(data, chunk)) is not None:
+                yield event
+            return
+        if chunk.choices[0].token_ids and TOKEN_IDS not in data:
+            data = self._form.rewritten(data)
         new = self._replayed.take(data, chunk.choices[0])
         if self._replayed.is_over:
             self._replayed = None
-        events = (self._pass_choice(*each) for each in new)
-        return tuple(event for event in events if event is not None)
+        for each in new:
+            if (event := self._pass_choice(*each)) is not None:
+                yield event
 
     def _take(self, data: bytes) -> bytes | None:
         """Append the ids of one event to the journal; return the event as the client gets it (None:

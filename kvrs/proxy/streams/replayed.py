@@ -13,7 +13,14 @@ import msgspec
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
 from kvrs.proxy.wire.errors import UNREADABLE, DifferentOutputError
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.message_parts import REASONING, TEXT, all_parts, arguments_of, name_of
+from kvrs.proxy.wire.message_parts import (
+    NAME,
+    REASONING,
+    TEXT,
+    all_parts,
+    arguments_of,
+    name_of,
+)
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, prompt_ids_of
 
 # Two names of the reasoning; engines send one or both, with the same text.
@@ -40,6 +47,8 @@ class ReplayedOutput:
             self._owed = {name: parts.text(name) for name in parts.names()}
         else:
             self._owed_characters = journal.text_sent or 0
+        self._parts = frozenset(self._owed)  # Parts that the client has, the last of them open.
+        self._last = "" if journal.parts is None else journal.parts.last
         self._held: list[_Event] = []  # New parts of events, until all known output has come.
 
     @property
@@ -69,7 +78,7 @@ class ReplayedOutput:
             raise self._different("replayed a malformed tool call") from None
         owes = False
         for part, text in added.items():
-            owes |= bool(text) and self._compare(part, text)
+            owes |= bool(text) and self._compare(part, text, has_new=len(ids) > again)
         if again or owes:
             data, choice = self._rest_of(data, again)
         if choice.token_ids or choice.plain_text or choice.is_parsed or choice.finish_reason:
@@ -82,13 +91,17 @@ class ReplayedOutput:
         held, self._held = self._held, []
         return held
 
-    def _compare(self, part: str, text: str) -> bool:
-        """Compare a text with the one that the client has; return whether it has any of it."""
+    def _compare(self, part: str, text: str, *, has_new: bool) -> bool:
+        """Compare a text with the one that the client has; return whether it has any of it.
+        `has_new`: the text may be that of new ids.
+        """
         if self._journal.parts is None:
             return bool(self._owed_characters)
         owed = self._owed.get(part, "")
-        both = min(len(owed), len(text))
-        if owed[:both] != text[:both]:
+        # More of a part than the client has belongs before what it has since; names come whole.
+        is_passed = part != self._last and not has_new
+        is_closed = part in self._parts and (is_passed or part.startswith(NAME))
+        if not owed.startswith(text) and not (text.startswith(owed) and not is_closed):
             raise self._different(f"replayed another text in part {part!r}")
         return bool(owed)
 

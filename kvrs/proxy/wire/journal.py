@@ -153,8 +153,16 @@ class Journal:
         """Return whether equal engines generate the same output for the same request, so that a
         second run can be compared with what the client has.
         """
-        is_kept = self.parts is None or self.parts.is_whole
-        return is_kept and (not self.is_sampled or (self.has_generator and self.seed_is_needed))
+        is_known = not self.lacks_ids if self.parts is None else self.parts.is_whole
+        return is_known and (not self.is_sampled or (self.has_generator and self.seed_is_needed))
+
+    @property
+    def may_come_again(self) -> bool:
+        """Return whether some instance generates the known output again: an equal one, or one with
+        the processor, which is told the ids.
+        """
+        is_told = self.replays is not Replays.NOWHERE and not self.lacks_ids
+        return is_told or self.is_repeatable
 
     @property
     def is_recoverable(self) -> bool:
@@ -214,7 +222,7 @@ class Journal:
         """Note a feature of the output that shows only while the stream runs: a second run
         continues it, with certainty only where every instance has the processor for that.
         """
-        if name not in self.replayed and self.is_repeatable:
+        if name not in self.replayed and self.may_come_again:
             self.replayed = (*self.replayed, name)
         is_certain = self.replays is Replays.ALWAYS and name in self.replayed and not self.lacks_ids
         if not is_certain and name not in self.inexact:

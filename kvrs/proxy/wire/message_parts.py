@@ -11,6 +11,7 @@ from kvrs.protocol.openai.chunks import ReceivedChoice
 
 TEXT = "text"
 REASONING = "reasoning"
+NAME = "name "  # The begin of the part that is a call's name.
 
 # Most characters of a message's parts that are kept. A longer message cannot be compared with a
 # second run, so it is not repeated; no model's context holds as many.
@@ -58,7 +59,7 @@ def all_parts(choice: ReceivedChoice) -> Iterator[tuple[str, str]]:
 
 
 def name_of(index: int) -> str:
-    return f"name {index}"
+    return f"{NAME}{index}"
 
 
 def arguments_of(index: int) -> str:
@@ -71,16 +72,19 @@ class MessageParts:
     on how the tokens are packed into events.
     """
 
-    __slots__ = ("_texts", "characters")
+    __slots__ = ("_texts", "characters", "last")
 
     def __init__(self) -> None:
         self._texts: dict[str, StringIO] = {}
         self.characters = 0  # Characters of all parts.
+        self.last = ""  # Part of the last piece of text.
 
     def add(self, part: str, text: str) -> None:
         if (found := self._texts.get(part)) is None:
             found = self._texts[part] = StringIO()
         self.characters += len(text)
+        if text:
+            self.last = part
         if self.characters <= _MOST_CHARACTERS:
             found.write(text)
 

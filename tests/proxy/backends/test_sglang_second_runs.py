@@ -76,3 +76,29 @@ async def test_drawn_tokens_without_ids_end_with_an_error(sglangs: Builder, tmp_
     _, events = await answer(system, temperature=0.7)
 
     assert json.loads(events[-1])["error"]["code"] == "inexact"
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_a_client_that_comes_back_gets_each_part_once(
+    sglangs: Builder, tmp_path: Path, is_cut: bool
+) -> None:
+    """By its key: the record has the texts, and without ids the begun stream is a second run."""
+    system = await built(sglangs, tmp_path)
+    calm, _ = await answer(system)
+    system.shared.pause_s = 0.02
+    url, key = f"{system.url}/v1/chat/completions", {"Idempotency-Key": "k"}
+    async with system.http.post(url, json=ASKED, headers=key) as got:
+        begun = b""
+        while begun.count(b"data: ") < 12:
+            begun += await got.content.readany()
+        got.close()
+    system.shared.pause_s = 0.0
+    if is_cut:
+        system.shared.faults = {30: Fault.RESET}
+    async with system.http.post(url, json=ASKED, headers=key) as got:
+        assert got.status == 200
+        lines = (await got.read()).decode().splitlines()
+
+    events = [line[6:] for line in lines if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    assert Answer.of([each for each in events if '"choices"' in each]) == calm

@@ -9,6 +9,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
 from kvrs.proxy.streams.replayed import ReplayedOutput
+from kvrs.proxy.wire.errors import DifferentOutputError
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import MessageParts
 from kvrs.proxy.wire.requests import CHAT, read
@@ -85,16 +86,60 @@ def test_reasoning_and_calls_are_divided_each_by_itself() -> None:
 
     new = news(
         journal,
-        event([7], reasoning="thinking"),
+        event([7], reasoning="think"),
         event([8, 9], tool_calls=[call(0, "put"), call(0, None, '{"a":1}'), call(1, "get")]),
     )
 
-    assert new[0]["delta"]["reasoning"] == "ing"
-    (rest, second) = new[1]["delta"]["tool_calls"]
+    (rest, second) = new[0]["delta"]["tool_calls"]
     assert rest["function"]["arguments"] == ":1}"
     assert "id" not in rest
     assert second["id"] == "call-1"
-    assert new[1]["token_ids"] == [9]
+    assert new[0]["token_ids"] == [9]
+
+
+@pytest.mark.parametrize(
+    ("has", "again"),
+    [
+        ([event([7], tool_calls=[call(0, "put")])], event([7], tool_calls=[call(0, "put_all")])),
+        (
+            [event([7], reasoning="think"), event([8], content="x")],
+            event([7], reasoning="thinking"),
+        ),
+        (
+            [event([7], content="Look"), event([8], tool_calls=[call(0, "put", "{")])],
+            event([7], content="Look at"),
+        ),
+        ([event([7], content="Look")], event([7], content="Loom")),
+        (
+            [event([7], tool_calls=[call(0, "put", '{"a')])],
+            event([7], tool_calls=[call(0, "put", '{"b')]),
+        ),
+    ],
+    ids=["name", "more of a thought", "more of a text", "text", "arguments"],
+)
+def test_equal_ids_with_another_text_are_another_output(has: list[bytes], again: bytes) -> None:
+    """Parsers depend on how tokens are packed. More of a part belongs before what came since."""
+    with pytest.raises(DifferentOutputError):
+        news(journal_of(*has), again)
+
+
+def test_nothing_is_told_before_all_that_is_known_has_come_again() -> None:
+    """Text that comes earlier than before waits, and each event keeps its own ids."""
+    journal = journal_of(event([7], content="a"), event([8]), event([9], content="bc"))
+    replayed = ReplayedOutput(journal)
+
+    early = [
+        replayed.take(each, choice_of(each))
+        for each in (event([7], content="ab"), event([8], content="cd"))
+    ]
+    held = replayed.take(last := event([9, 10], content="e"), choice_of(last))
+
+    assert not any(early)
+    told = [json.loads(data)["choices"][0] for data, _ in held]
+    assert [(each["delta"]["content"], each["token_ids"]) for each in told] == [
+        ("d", []),
+        ("e", [10]),
+    ]
 
 
 def test_log_probabilities_are_those_of_the_new_tokens() -> None:
