@@ -53,6 +53,7 @@ SPLITWISE = _variable("SPLITWISE_HOME", "a checkout of splitwise-sim")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
 SGLANG = _variable("KVRS_SGLANG_PYTHON", "the interpreter of an environment with SGLang")
 KUBERNETES = _variable("KUBECONFIG", "the file of an API server of Kubernetes without machines")
+BEFORE = _variable("KVRS_BEFORE", "another checkout, to compare with")
 NAMESPACES = Need("network namespaces", _namespaces_missing)
 AGENTS = Need("agents", lambda: _file_missing(ROOT / ".venv-agents" / "bin" / "python"))
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
@@ -340,6 +341,7 @@ OTHERS = (
     ),
     _of("lumen", "beside_prompts", 0.2, "beside_prompts", is_virtual=True),
     _of("request_path", "gauge", 1, "gauge"),
+    _of("request_path", "chat", 3, "chat --rounds 36", BEFORE),
     _of("request_path", "size", 1, "size"),
     _of("request_path", "places", 1, f"places --seed 31129 --unclear {_UNCLEAR}"),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
@@ -396,6 +398,9 @@ OTHERS = (
     ),
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
     _of("kills", "vllm-replay", 10, "run decode vllm --replays --kills 50", VLLM),
+    _of(
+        *("kills", "vllm-replay-stock", 10, "run decode vllm --replays --stock --kills 28", VLLM),
+    ),
     _of("kills", "vllm-replay-targets", 20, "run decode vllm --targets --kills 15", VLLM),
     _of("kills", "vllm-recompute", 48, "run decode vllm --option recompute --kills 100", VLLM),
     _of("kills", "vllm-migrate", 60, "run decode vllm --option migrate --kills 100", VLLM),

@@ -136,7 +136,8 @@ def main() -> int:
     from experiments.record import Record
 
     parser = parser_of(__doc__)
-    parser.add_argument("--beside", type=Path, required=True, help="another checkout")
+    before = os.environ.get("KVRS_BEFORE")
+    parser.add_argument("--beside", type=Path, default=before, required=not before)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     here, record = Path(__file__).resolve().parents[2], Record()
