@@ -401,6 +401,11 @@ OTHERS = (
     _of(
         *("kills", "vllm-replay-stock", 10, "run decode vllm --replays --stock --kills 28", VLLM),
     ),
+    _of("kills", "vllm-thoughts", 6, "run decode vllm --replays --thoughts --kills 40", VLLM),
+    _of(
+        *("kills", "vllm-thoughts-stock", 6),
+        *("run decode vllm --replays --thoughts --stock --kills 45", VLLM),
+    ),
     _of("kills", "vllm-replay-targets", 20, "run decode vllm --targets --kills 15", VLLM),
     _of("kills", "vllm-recompute", 48, "run decode vllm --option recompute --kills 100", VLLM),
     _of("kills", "vllm-migrate", 60, "run decode vllm --option migrate --kills 100", VLLM),
