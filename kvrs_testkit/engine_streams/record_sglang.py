@@ -11,10 +11,7 @@ own detokenizer turns them into text. The parsers and the generators of the answ
 
 import asyncio
 import json
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,16 +21,14 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, tool_close_token_ids
 from sglang.srt.parser.reasoning_parser import ReasoningParser
-from transformers import PreTrainedTokenizerFast
 
+from kvrs_testkit.engine_streams.recorder import run
 from kvrs_testkit.engine_streams.scripts import Script
-from kvrs_testkit.engine_streams.vocabulary import END, end_id, tokenizer
+from kvrs_testkit.engine_streams.vocabulary import end_id
 from kvrs_testkit.engine_streams.writing import (
     Heard,
-    asked_for,
     packs,
     same_every_time,
-    save,
     spelled,
 )
 
@@ -45,13 +40,6 @@ _FLAGS = SimpleNamespace(
     return_input_ids=False,
     return_output_ids=False,
 )
-
-
-def loaded_tokenizer(directory: Path) -> Any:
-    """The handmade tokenizer, as SGLang has those of models."""
-    path = directory / "tokenizer.json"
-    tokenizer().save(str(path))
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END)
 
 
 def record(script: Script, loaded: Any) -> Heard:
@@ -170,16 +158,5 @@ def registered() -> dict[str, list[str]]:
     }
 
 
-def main() -> None:
-    """Record the scripts that are named, or all of SGLang's; with `--parsers` print their names."""
-    if sys.argv[1:] == ["--parsers"]:
-        print(json.dumps(registered()))
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        loaded = loaded_tokenizer(Path(directory))
-        for script in asked_for("sglang", sys.argv[1:]):
-            save(script, record(script, loaded))
-
-
 if __name__ == "__main__":
-    main()
+    run("sglang", registered, record)

@@ -11,15 +11,11 @@ and all models of the answer are vLLM's.
 
 import asyncio
 import json
-import sys
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import vllm
-from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -29,23 +25,15 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
+from kvrs_testkit.engine_streams.recorder import run
 from kvrs_testkit.engine_streams.scripts import Script
-from kvrs_testkit.engine_streams.vocabulary import END, end_id, tokenizer
+from kvrs_testkit.engine_streams.vocabulary import end_id
 from kvrs_testkit.engine_streams.writing import (
     Heard,
-    asked_for,
     packs,
     same_every_time,
-    save,
     spelled,
 )
-
-
-def loaded_tokenizer(directory: Path) -> Any:
-    """The handmade tokenizer, as vLLM has those of models."""
-    path = directory / "tokenizer.json"
-    tokenizer().save(str(path))
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END)
 
 
 def record(script: Script, loaded: Any) -> Heard:
@@ -191,16 +179,5 @@ def registered() -> dict[str, list[str]]:
     }
 
 
-def main() -> None:
-    """Record the scripts that are named, or all of vLLM's; with `--parsers` print their names."""
-    if sys.argv[1:] == ["--parsers"]:
-        print(json.dumps(registered()))
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        loaded = loaded_tokenizer(Path(directory))
-        for script in asked_for("vllm", sys.argv[1:]):
-            save(script, record(script, loaded))
-
-
 if __name__ == "__main__":
-    main()
+    run("vllm", registered, record)

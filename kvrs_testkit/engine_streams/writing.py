@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from kvrs_testkit.engine_streams import DIRECTORY, HEAD, shortened
-from kvrs_testkit.engine_streams.scripts import SCRIPTS, Engine, Script
+from kvrs_testkit.engine_streams.scripts import Script
 from kvrs_testkit.engine_streams.vocabulary import end_id, tokenizer
 
 # Forms of the usual events: what stands in a file for these is only their delta.
@@ -78,15 +77,6 @@ def same_every_time(script: Script) -> None:
     drawn = random.Random(script.name)
     random.seed(script.name)
     uuid.uuid4 = lambda: uuid.UUID(int=drawn.getrandbits(128), version=4)
-
-
-def asked_for(engine: Engine, names: Sequence[str]) -> Iterator[Script]:
-    """The scripts of an engine with these names, or all of them."""
-    found = [script for script in SCRIPTS if script.engine == engine]
-    unknown = set(names) - {script.name for script in found}
-    if unknown:
-        sys.exit(f"no such recording: {', '.join(sorted(unknown))}")
-    return (script for script in found if not names or script.name in names)
 
 
 def as_file(script: Script, heard: Heard) -> str:
