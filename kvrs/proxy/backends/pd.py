@@ -30,11 +30,11 @@ from kvrs.protocol.openai.chunks import (
     failure_body,
     refusal_body,
 )
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.errors import (
-    UNREADABLE,
     BusyError,
     DeniedError,
     EngineError,

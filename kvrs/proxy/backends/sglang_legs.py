@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.proxy.wire.errors import UNREADABLE
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.wire.sse import EventSplitter
 from kvrs.proxy.wire.upstream import Need, Upstream
 

@@ -9,9 +9,9 @@ import msgspec
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import REPLAY_KEY, Capability, InstanceInfo, Role
 from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.upstream import EventReader, Reader
 
 # Known output of the test request: ids that every vocabulary has, in an order that no model

@@ -7,13 +7,14 @@ import msgspec
 from kvrs.errors import UpstreamError
 from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.instance import LinkReport
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.stock_peer import StockPeer
 from kvrs.proxy.backends.vllm_identity import ProcessIdentity
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_totals import ProcessTotals
-from kvrs.proxy.wire.errors import UNREADABLE, UnusableError
+from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import msgspec
 
 from kvrs.protocol.instance import Natural
-from kvrs.proxy.wire.errors import UNREADABLE, UnusableError
+from kvrs.protocol.openai.decoding import UNREADABLE
+from kvrs.proxy.wire.errors import UnusableError
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:-]{1,255}$")]

@@ -13,8 +13,8 @@ from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ExitReport, RankRequest
 from kvrs.protocol.mirror import DrainOrder
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.wire.errors import UNREADABLE
 
 
 class RankOrder(msgspec.Struct, frozen=True):

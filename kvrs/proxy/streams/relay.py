@@ -24,6 +24,7 @@ from kvrs.protocol.openai.chunks import (
     failure_body,
     refusal_body,
 )
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.usage import facts_of
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.streams.answer_reader import AnswerReader
@@ -31,7 +32,7 @@ from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.replayed import ReplayedOutput
 from kvrs.proxy.streams.token_path import TokenPath
-from kvrs.proxy.wire.errors import UNREADABLE, EngineError, NotANumberError
+from kvrs.proxy.wire.errors import EngineError, NotANumberError
 from kvrs.proxy.wire.event_form import EventForm
 from kvrs.proxy.wire.event_template import EventTemplate
 from kvrs.proxy.wire.journal import Journal

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
-from kvrs.proxy.wire.errors import UNREADABLE, DifferentOutputError
+from kvrs.protocol.openai.decoding import UNREADABLE
+from kvrs.proxy.wire.errors import DifferentOutputError
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import (
     NAME,

@@ -13,11 +13,11 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.fields import EMBEDDED
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.bodies import decode_call, prefill_call, store_load
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.wire.errors import UNREADABLE
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import EventReader

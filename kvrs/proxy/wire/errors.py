@@ -5,7 +5,6 @@ import socket
 import ssl
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.openai.decoding import UNREADABLE as UNREADABLE
 
 
 class ConnectionLostError(UpstreamError):

@@ -13,7 +13,7 @@ import msgspec
 
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.proxy.wire.errors import UNREADABLE
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.wire.sse import (
     CHOICES,
     PROMPT_TOKEN_IDS,

@@ -11,7 +11,7 @@ from functools import lru_cache
 import msgspec
 
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.proxy.wire.errors import UNREADABLE
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.wire.message_parts import all_parts
 from kvrs.proxy.wire.sse import CHOICES, PROMPT_TOKEN_IDS, TOKEN_IDS, UNFINISHED
 

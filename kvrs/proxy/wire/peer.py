@@ -11,7 +11,8 @@ import msgspec
 
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
-from kvrs.proxy.wire.errors import UNREADABLE, UnusableError
+from kvrs.protocol.openai.decoding import UNREADABLE
+from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.pool import Pool
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
