@@ -191,7 +191,7 @@ _OF_INSTANCES = (
         bad,
         _NOT_UP,
         "up",
-        "make what listens at {url} what the configuration names",
+        "make what listens at {url} what the configuration names; it is looked at every second",
     ),
     _Fault(_is_not_up, bad, _NOT_UP, "up", "start it at {url}, or see its log"),
 )

@@ -162,6 +162,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     kept: dict[StreamId, Natural] = {}
     names: ModelNames = NO_OTHER_NAMES
     hand_off_format: str = ""  # vLLM's format (`kvrs/protocol/hand_offs.py`); empty: not reported.
+    # Of a stock engine: path or name of the model that it has loaded, and its version.
+    root: str = ""
+    engine: str = ""
 
     @property
     def name_keys(self) -> tuple[str, ...]:

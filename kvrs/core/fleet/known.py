@@ -60,11 +60,11 @@ class Instances:
         # A table of the model alone lacks the engine's part of a step, which instances measure.
         self._lacks_engine = name is not None and not engine_step_s(name)
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
-        # Identity of the first instance. All others must serve the same model: a stream continues
-        # exactly only on equal weights.
+        # Identity of the last accepted instance; None: none yet. All others must serve the same
+        # model: a stream continues exactly only on equal weights.
         self._served: InstanceInfo | None = None
         self.model: str | None = None  # Name of the served model.
-        # Most tokens of prompt and output together; None: not known.
+        # Most tokens of prompt and output together at any instance; None: not known.
         self.max_model_len: int | None = None
         # A decode instance that cannot continue every stream exactly; None: no such instance.
         self.plain: InstanceId | None = None
@@ -84,7 +84,12 @@ class Instances:
     def remove(self, known: Member) -> None:
         self.known[known.id] = Member(known.id, known.node, known.role, known.group, Health.REMOVED)
         known.health, known.reason, known.info, known.load = Health.REMOVED, None, UNKNOWN, None
+        self._members_changed()
+
+    def _members_changed(self) -> None:
         self.plain, self._replays = self._find_plain(), None
+        lengths = (each.info.max_model_len for each in self.known.values() if each.was_up)
+        self.max_model_len = max(lengths, default=0) or None
         self.names_changed()
 
     def names_changed(self) -> None:
@@ -191,16 +196,20 @@ class Instances:
                 f"own_prefill is {str(own)!r}, which the configuration does not have as a "
                 f"prefill instance, and it fetches no pages of others"
             )
-        served = self._served
+        if (served := self._served) is None:
+            return None
         others_up = any(
             other.health is Health.UP for other in self.known.values() if other is not known
         )
-        if served is None or not (others_up or streams_open):
-            return None
-        for what in ("fingerprint", "geometry", "model"):
+        # Another model never takes the place of this one by itself. Other sizes and names of the
+        # same model may, once nothing uses the old ones.
+        compared = ["fingerprint"]
+        if others_up or streams_open:
+            compared += ["geometry", "model"]
+        for what in compared:
             if getattr(served, what) != getattr(info, what):
                 return (
-                    f"{what} is {getattr(info, what)!r}, instance {served.id} has "
+                    f"{what} is {getattr(info, what)!r}, the cluster serves "
                     f"{getattr(served, what)!r}"
                 )
         return None
@@ -210,9 +219,7 @@ class Instances:
         all the time keeps its record, whose `info` the policy updates.
         """
         table = self._named_table(info)
-        self._served, self._replays = info, None
-        self.model, self.max_model_len = info.model, info.max_model_len or None
-        self.names_changed()
+        self._served, self.model = info, info.model
         if info.own_prefill not in self.known:
             info = msgspec.structs.replace(info, own_prefill=None)
         if not known.is_same_process(info):
@@ -221,7 +228,7 @@ class Instances:
         known.epochs[info.epoch // EPOCHS_PER_START] = info.epoch
         if len(known.epochs) > _STARTS_KEPT:
             del known.epochs[next(iter(known.epochs))]
-        self.plain = self._find_plain()
+        self._members_changed()
         return ev.InstanceUp(info, table)
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:

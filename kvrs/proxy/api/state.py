@@ -92,7 +92,7 @@ def _model(driver: Driver) -> dict[str, Any]:
     """
     files = driver.tokenizer.files
     directory = None if files.directory is None else str(files.directory)
-    return {"model": files.model, "model_directory": directory}
+    return {"model": files.name, "model_directory": directory}
 
 
 def _instance(

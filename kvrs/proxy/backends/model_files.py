@@ -1,7 +1,11 @@
-"""Files of the served model on this machine: the shape of its KV, its size, its tokenizer."""
+"""Files of models on this machine: the shape of the KV, the size, the tokenizer; and which of the
+models the cluster serves.
+"""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvrs.errors import ConfigError
 from kvrs.profiles.guess import ModelSize, size_of
@@ -14,6 +18,13 @@ log = logging.getLogger(__name__)
 _CONFIG = "config.json"
 # KV of Llama-3.1-8B in 16 bits, assumed for a model without files here.
 _USUAL_KV = KvGeometry(layers=32, kv_heads=8, head_dim=128, dtype_bytes=2, page_size_tokens=16)
+# Fields of a config.json in which two models differ, and two copies of one do not.
+_SHAPE = (
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+# Models that are remembered: those of servers that were looked at last.
+_MOST_MODELS = 16
 
 
 def find_model(model: str) -> Path | None:
@@ -46,37 +57,25 @@ def fault_of_model(model: str) -> str:
     )
 
 
-class ModelFiles:
-    """Files of the model that is configured or, if none is, of the model whose path a vLLM server
-    reports (`root`).
-    """
+def _shape(fields: Mapping[str, Any]) -> list[Any]:
+    return [fields.get(name) for name in _SHAPE]
 
-    def __init__(self, given: str | None) -> None:
-        self._is_given = given is not None
-        self.model = given  # Path or name of the model; None: not known yet.
-        # Directory of the model; None: unknown, or not on this machine.
-        self.directory: Path | None = None
-        self.has_tokenizer = False
-        # Output limit of a chat without `max_tokens`, by the model's files; None: none.
-        self.default_max_tokens: int | None = None
-        self.default_sampling: dict[str, float] = {}
-        if given is not None:
-            self._found(find_model(given) or Path(given))
 
-    def report(self, root: str) -> None:
-        """Take the path of the model that a vLLM serves, and look for its files, if no model is
-        configured.
-        """
-        if self._is_given or self.model == root:
-            return
-        self.model = root
-        directory = find_model(root)
+class LocalModel:
+    """One model, and what its files on this machine say of it."""
+
+    def __init__(self, name: str, directory: Path | None, *, is_given: bool = False) -> None:
+        self.name = name  # Path or name, as configured, or as a server reports it.
+        self.directory = directory  # None: its files are not on this machine.
+        self._is_given = is_given
+        # The files are read only once: what the proxy promised when it admitted a stream must hold
+        # at the recovery.
+        self.has_tokenizer = directory is not None and (directory / "tokenizer.json").exists()
+        # Output limit of a chat without `max_tokens`; None: none.
+        self.default_max_tokens = None if directory is None else default_max_tokens(directory)
+        self.default_sampling = dict[str, float]()
         if directory is not None:
-            self._found(directory)
-            log.info("model found", extra={"model": root, "directory": directory})
-        else:
-            extra = {"model": root, "remedy": f"cluster.model, or {how_to_get(root)}"}
-            log.warning("no files of the model here: the size of its KV is assumed", extra=extra)
+            self.default_sampling = default_sampling(directory)
 
     def geometry(self, page_size_tokens: int) -> KvGeometry:
         """Return the shape of the model's KV; without files, that of a typical model.
@@ -102,28 +101,74 @@ class ModelFiles:
 
     def size(self) -> ModelSize | None:
         """Size of the model; None: unknown."""
-        if self.directory is None:
-            return None
-        try:
-            return size_of(read_config(self.directory / _CONFIG))
-        except ConfigError:
-            return None
+        return None if (fields := self.fields()) is None else size_of(fields)
 
     @property
     def vocabulary(self) -> int | None:
         """Number of the model's token ids; None: unknown."""
+        size = (self.fields() or {}).get("vocab_size")
+        return size if isinstance(size, int) else None
+
+    def fields(self) -> dict[str, Any] | None:
+        """Return the fields of the model's config.json; None: it is not here, or cannot be read."""
         if self.directory is None:
             return None
         try:
-            size = read_config(self.directory / _CONFIG).get("vocab_size")
+            return read_config(self.directory / _CONFIG)
         except ConfigError:
             return None
-        return size if isinstance(size, int) else None
 
-    def _found(self, directory: Path) -> None:
-        self.directory = directory
-        # Read only once: what the proxy promised when it admitted a stream must hold at the
-        # recovery.
-        self.has_tokenizer = (directory / "tokenizer.json").exists()
-        self.default_max_tokens = default_max_tokens(directory)
-        self.default_sampling = default_sampling(directory)
+
+class ModelFiles:
+    """The model that the cluster serves: the configured one or, if none is, the model of the first
+    instance that was accepted. Models of other servers are looked at and never believed.
+    """
+
+    def __init__(self, given: str | None) -> None:
+        self._given: LocalModel | None = None
+        if given is not None:
+            self._given = LocalModel(given, find_model(given) or Path(given), is_given=True)
+        self.served = self._given  # None: not known yet.
+        self._seen: dict[str, LocalModel] = {}  # By path or name, the last one looked at last.
+
+    def of(self, root: str) -> LocalModel:
+        """Return the model of a server that reports this path: the configured one, whose path may
+        be another one here than there, or else that of the path.
+
+        Raises:
+            ConfigError: the path is here, too, and its config.json is not the configured model's.
+        """
+        if self._given is not None:
+            if root != self._given.name and (directory := find_model(root)) is not None:
+                theirs, own = LocalModel(root, directory).fields(), self._given.fields()
+                if theirs and own and _shape(theirs) != _shape(own):
+                    raise ConfigError(f"its model is {root!r}, cluster.model says {self.name!r}")
+            return self._given
+        found = self._seen.pop(root, None) or LocalModel(root, find_model(root))
+        self._seen[root] = found
+        if len(self._seen) > _MOST_MODELS:
+            del self._seen[next(iter(self._seen))]
+        return found
+
+    def accept(self, root: str) -> None:
+        """Take the model of an accepted instance as the served one, with all of its files or
+        none.
+        """
+        if self._given is not None or not root or (self.name == root):
+            return
+        self.served = model = self.of(root)
+        if model.directory is not None:
+            log.info("model found", extra={"model": root, "directory": model.directory})
+        else:
+            extra = {"model": root, "remedy": f"cluster.model, or {how_to_get(root)}"}
+            log.warning("no files of the model here: the size of its KV is assumed", extra=extra)
+
+    @property
+    def name(self) -> str | None:
+        """Path or name of the served model; None: not known yet."""
+        return None if self.served is None else self.served.name
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of the served model; None: unknown, or not on this machine."""
+        return None if self.served is None else self.served.directory

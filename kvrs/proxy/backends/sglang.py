@@ -166,15 +166,14 @@ class SglangBackend(StockPeer):
         model = listed.named(identity.served_name)
         if model is None:
             raise UnusableError(f"its /v1/models does not name {identity.served_name or 'a model'}")
-        files = identity.files
-        files.report(server.model_path)
-        self._vocabulary = files.vocabulary
-        self._window.most = server.most_running
-        self._of_chats = files.default_sampling if server.sampling_defaults == "model" else {}
         try:
+            files = identity.files.of(server.model_path)
             geometry = files.geometry(server.page_size)
         except ConfigError as error:
             raise UnusableError(str(error)) from None
+        self._vocabulary = files.vocabulary
+        self._window.most = server.most_running
+        self._of_chats = files.default_sampling if server.sampling_defaults == "model" else {}
         capabilities = [Capability.REPLAY] if server.replays else []
         if mode != "decode" and not server.disable_radix_cache:
             capabilities.append(Capability.PREFIX_CACHE)
@@ -187,7 +186,7 @@ class SglangBackend(StockPeer):
             epoch=epoch,
             pid=0,  # Unknown, since SGLang does not report its process id.
             model=model.id,
-            fingerprint=f"SGLang {server.version}, {server.model_path} {server.weight_version}",
+            fingerprint=f"SGLang, {server.model_path} {server.weight_version}",
             geometry=geometry,
             max_model_len=model.max_model_len or 0,
             page_port=0,
@@ -198,6 +197,8 @@ class SglangBackend(StockPeer):
             chats_by_ids=server.has_plain_chats and await self._renders(model.id),
             names=listed.beside(model),
             hand_off_format=f"sglang {'/'.join(map(str, (*kv, backend)))}",
+            root=server.model_path,
+            engine=server.version,
         )
 
     async def _renders(self, model: str) -> bool:

@@ -87,11 +87,15 @@ class VllmBackend(VllmServer):
         # Reason not to use the instance, which denied a one-token request. None: usable.
         self._denied: str | None = None
         self._row_loads = RowLoads(identity.node)
+        self._is_watched = False  # True: reports are being read, so the end of the process shows.
 
     # Requests for the identity and the load.
 
     async def info(self) -> InstanceInfo:
         await self._read("/health")
+        if not self._is_watched:
+            # Nothing has shown since the last look that it is still the same process.
+            self._process.connection_ended()
         metrics = await self._metrics()
         epoch = self._epoch(metrics, await self._other_mark(metrics))
         if self._info is None or self._info.epoch != epoch or self._denied is not None:
@@ -145,9 +149,9 @@ class VllmBackend(VllmServer):
                 f"{identity.role.value!r} needs (--kv-transfer-config): "
                 "its /metrics have no vllm:nixl_ counters"
             )
-        files = identity.files
-        files.report(model.root or model.id)
+        root = model.root or model.id
         try:
+            files = identity.files.of(root)
             geometry = files.geometry(metrics.page_size_tokens)
         except ConfigError as error:
             raise UnusableError(str(error)) from None
@@ -158,7 +162,7 @@ class VllmBackend(VllmServer):
             epoch=epoch,
             pid=0,  # Unknown, since vLLM does not report its process id.
             model=model.id,
-            fingerprint=f"vLLM {version.version}, {model.root or model.id}",
+            fingerprint=f"vLLM, {root}",
             geometry=geometry,
             max_model_len=model.max_model_len or 0,
             page_port=0,
@@ -169,6 +173,8 @@ class VllmBackend(VllmServer):
             computes_prompts=identity.role is Role.DECODE,
             names=listed.beside(model),
             hand_off_format=metrics.hand_off_format,
+            root=root,
+            engine=version.version,
         )
 
     async def _probe(self, info: InstanceInfo) -> str | None:
@@ -210,10 +216,12 @@ class VllmBackend(VllmServer):
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
         """Yield load reports; the watcher limits the time between them."""
+        self._is_watched = True
         try:
             async for report in self._polled(interval_s, is_awaited):
                 yield report
         finally:
+            self._is_watched = False
             self._process.lost()
 
     async def _polled(

@@ -136,8 +136,7 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 def _profile(
     options: VllmProfileOptions, server: "_Server", model: ListedModel, seconds: dict[int, float]
 ) -> Profile:
-    files = ModelFiles(options.model)
-    files.report(model.root or model.id)
+    files = ModelFiles(options.model).of(model.root or model.id)
     geometry = files.geometry(server.metrics().page_size_tokens)
     name = model.root or model.id
     source = f"config.json of {files.directory}"

@@ -69,7 +69,8 @@ class AttemptContext:
     @property
     def penalises_chats(self) -> bool:
         """Return whether the model's own defaults give chats a `repetition_penalty`."""
-        return self._files.default_sampling.get("repetition_penalty", 1) != 1
+        model = self._files.served
+        return model is not None and model.default_sampling.get("repetition_penalty", 1) != 1
 
     def suspect_instance(self, instance: InstanceId) -> bool:
         """Handle an instance's long silence, which may concern several streams; return whether the

@@ -23,7 +23,7 @@ from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.eager_task import EagerTask
-from kvrs.protocol.instance import LoadReport
+from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
@@ -144,11 +144,12 @@ class Driver:
         """Output limit that vLLM gives a chat without `max_tokens`; None: the rest
         of the context.
         """
-        return self._files.default_max_tokens if self.engine is Engine.VLLM else None
+        model = self._files.served
+        return model.default_max_tokens if model and self.engine is Engine.VLLM else None
 
-    async def identified(self) -> None:
-        # The instance may have named the model, on whose tokenizer promises to clients depend.
-        await self.tokenizer.found()
+    async def prepare(self, info: InstanceInfo) -> None:
+        # The instance may name the model, on whose tokenizer promises to clients depend.
+        await self.tokenizer.prepare(info.root)
 
     def load_reported(self, report: LoadReport) -> None:
         self.recoveries.fetched(report.fetches)
@@ -376,6 +377,7 @@ class Driver:
     def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
         match event:
             case ev.InstanceUp(info=info):
+                self._files.accept(info.root)
                 log.info("instance up", extra={"instance": info.id, "epoch": info.epoch})
             case ev.InstanceLost(instance=name, cause=cause):
                 log.warning("instance lost", extra={"instance": name, "cause": cause})

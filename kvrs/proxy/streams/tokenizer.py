@@ -16,22 +16,27 @@ _CONVERT = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transform
 
 
 class LazyTokenizer:
-    """Loads the model's tokenizer once, off the event loop, because a large one takes a second: at
-    the proxy's start, or when the first vLLM has named the model.
+    """Loads the served model's tokenizer once, off the event loop, because a large one takes a
+    second: at the proxy's start, or before the first vLLM that names the model is used.
     """
 
     def __init__(self, files: ModelFiles) -> None:
         self.files = files
-        # Characters of the longest token; None: not known yet.
-        self.longest_token: int | None = None
-        self._loading: asyncio.Task[Tokenizer] | None = None
+        self._loading: dict[Path, asyncio.Task[Tokenizer]] = {}
+        self._longest: dict[Path, int] = {}
 
     @property
     def available(self) -> bool:
         """Return whether the model has a tokenizer; if a vLLM names the model, it may be found
         later.
         """
-        return self.files.has_tokenizer
+        return self.files.served is not None and self.files.served.has_tokenizer
+
+    @property
+    def longest_token(self) -> int | None:
+        """Characters of the longest token; None: not known yet."""
+        directory = self.files.directory
+        return None if directory is None else self._longest.get(directory)
 
     async def check(self) -> None:
         """Load the tokenizer; without one, log what is missing and the consequences.
@@ -44,19 +49,20 @@ class LazyTokenizer:
         elif self.files.directory is not None:
             log.warning(
                 "no tokenizer.json: streams of plain engines are continued inexactly",
-                extra={"model": self.files.directory, "remedy": self._remedy()},
+                extra={"model": self.files.directory, "remedy": _remedy(self.files.directory)},
             )
 
-    async def found(self) -> None:
-        """Load a tokenizer that was found since the proxy's start; without a tokenizer, or with an
-        unreadable file, do nothing.
+    async def prepare(self, root: str) -> None:
+        """Load the tokenizer of a model that a server reports, before the server may be used;
+        without one, or with an unreadable file, do nothing.
         """
-        if not self.available or self._loading is not None:
+        model = self.files.of(root) if root else self.files.served
+        if model is None or model.directory is None or not model.has_tokenizer:
             return
         try:
-            await self.load()
+            await self._load(model.directory)
         except ConfigError as error:
-            self.files.has_tokenizer = False
+            model.has_tokenizer = False
             log.warning("the tokenizer that was found is not used", extra={"cause": str(error)})
 
     async def load(self) -> Tokenizer:
@@ -71,18 +77,25 @@ class LazyTokenizer:
                 "cluster.model: missing; the proxy needs its tokenizer to turn ids into text"
             )
         if not self.available:
-            raise ConfigError(f"cluster.model: {directory} has no tokenizer.json; {self._remedy()}")
-        if self._loading is None:
-            self._loading = asyncio.create_task(asyncio.to_thread(self._load, directory))
-        # Shield the task: a waiter may be cancelled while others still wait for it.
-        return await asyncio.shield(self._loading)
+            raise ConfigError(
+                f"cluster.model: {directory} has no tokenizer.json; {_remedy(directory)}"
+            )
+        return await self._load(directory)
 
-    def _load(self, directory: Path) -> Tokenizer:
+    async def _load(self, directory: Path) -> Tokenizer:
+        if (loading := self._loading.get(directory)) is None:
+            loading = asyncio.create_task(asyncio.to_thread(self._read, directory))
+            self._loading[directory] = loading
+        # Shield the task: a waiter may be cancelled while others still wait for it.
+        return await asyncio.shield(loading)
+
+    def _read(self, directory: Path) -> Tokenizer:
         tokenizer = load_tokenizer(directory)
-        self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self._longest[directory] = max(map(len, vocabulary), default=1)
         return tokenizer
 
-    def _remedy(self) -> str:
-        assert self.files.directory is not None
-        slow = self.files.directory / "tokenizer.model"
-        return f"{_CONVERT}, from {slow.name}" if slow.exists() else _CONVERT
+
+def _remedy(directory: Path) -> str:
+    slow = directory / "tokenizer.model"
+    return f"{_CONVERT}, from {slow.name}" if slow.exists() else _CONVERT

@@ -56,8 +56,8 @@ class WatchHost(Protocol):
         too short for that.
         """
 
-    async def identified(self) -> None:
-        """Note that a process has told its identity, and perhaps the name of its model."""
+    async def prepare(self, info: InstanceInfo) -> None:
+        """Load what the use of an instance needs, which is not refused so far."""
 
     def load_reported(self, report: LoadReport) -> None: ...
     def process_lost(self, known: Member | Agent, death: DeathCause, silent_s: float) -> None: ...
@@ -166,12 +166,12 @@ class Watcher:
                     return
                 raise
             step = self._watch.answered(session, step, info, self._host.clock())
+            if isinstance(info, InstanceInfo) and not isinstance(step, End):
+                await self._host.prepare(info)
 
     async def _ask(self, step: WatchStep) -> InstanceInfo | AgentInfo:
         if step is not WatchStep.FENCE:
-            info = await self._peer.info()
-            await self._host.identified()
-            return info
+            return await self._peer.info()
         assert not isinstance(self._peer, AgentBackend)
         return await self._peer.fence(self._host.control.fences.numbers(self.id))
 
@@ -208,7 +208,9 @@ class Watcher:
     def note(self, note: WatchNote, detail: str | list[str]) -> None:
         match note:
             case WatchNote.REFUSED:
-                log.error("refused", extra={"instance": self.id, "cause": detail})
+                remedy = f"it is looked at again every {LONGEST_PAUSE_S:g} s"
+                extra = {"instance": self.id, "cause": detail, "remedy": remedy}
+                log.error("refused", extra=extra)
             case WatchNote.UNREACHED:
                 log.warning("not reached", extra={"instance": self.id, "cause": detail})
             case WatchNote.NAMES:

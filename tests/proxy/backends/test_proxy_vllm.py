@@ -474,9 +474,7 @@ async def test_what_is_no_http_is_named(vllms: Builder) -> None:
     assert "its answer is not HTTP" in (await system.state())["instances"][1]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("model", "large"), ("root", "/models/other"), ("version", "0.31.0")]
-)
+@pytest.mark.parametrize(("field", "value"), [("model", "large"), ("root", "/models/other")])
 async def test_prefill_and_decode_of_different_models_are_named(
     vllms: Builder, field: str, value: str
 ) -> None:

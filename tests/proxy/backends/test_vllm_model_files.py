@@ -179,13 +179,11 @@ def test_a_config_that_tells_no_shape_is_like_none_where_only_vllm_named_it(
 ) -> None:
     """A directory that the configuration names must be right: there it is an error."""
     (tmp_path / "config.json").write_text(text)
-    reported = ModelFiles(None)
-
-    reported.report(str(tmp_path))
+    reported = ModelFiles(None).of(str(tmp_path))
 
     assert (reported.geometry(16).layers, reported.size()) == (32, None)
     with pytest.raises(ConfigError, match=r"cluster\.model"):
-        ModelFiles(str(tmp_path)).geometry(16)
+        ModelFiles(str(tmp_path)).of("/models/there").geometry(16)
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_none_where_only_vllm_named_it(
