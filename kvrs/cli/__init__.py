@@ -36,6 +36,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Work with configuration fil
 for command in (
     running.proxy,
     running.agent,
+    running.accept,
     inspecting.incidents,
     inspecting.key,
     profiling.profile,

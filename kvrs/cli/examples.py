@@ -8,6 +8,7 @@ _EXAMPLES = {
         "kvrs proxy --config vllm.yaml",
     ],
     "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
+    "accept": ["kvrs accept d0", "kvrs accept d0 --admin-url http://127.0.0.1:8001"],
     "incidents": [
         "kvrs incidents events.jsonl",
         "kvrs incidents events.jsonl d0 --since '2026-11-30 03:57'",

@@ -51,14 +51,35 @@ def _differences(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
             continue
         shown = ", ".join(f"{one} and {other}" for one, other in pairs)
         if is_fault:
-            value = f"different tokens at {shown}: other weights, or a fault"
-            remedy = "the same engine, model and revision at all of them; restart what is wrong"
-            yield bad(check, value, "the same tokens everywhere", remedy)
+            yield _of_weights(shown, {name for pair in pairs for name in pair}, rows)
         else:
             value = f"two tokens that are about as likely change places at {shown}"
             allowed = "the same tokens everywhere: else responses say X-Kvrs-Exact: no"
             remedy = "the same GPU, TP, attention backend and version at all of them"
             yield doubtful(check, value, allowed, remedy)
+
+
+def _of_weights(shown: str, names: set[str], rows: list[Mapping[str, Any]]) -> Finding:
+    """Return the finding about instances that compute different tokens (`shown`): by other weights,
+    by another version of the engine with equal weights, or by an unknown cause.
+    """
+    concerned = [row for row in rows if row["id"] in names]
+    digests = {row["self_test"].get("weights_digest") for row in concerned}
+    versions = sorted({str(row.get("engine_version")) for row in concerned})
+    if len(digests) == 1 and digests != {""} and len(versions) > 1:
+        value = f"different tokens at {shown}, of equal weights: versions {', '.join(versions)}"
+        remedy = "none while the version is changed: streams end where they began"
+        return doubtful("engine versions", value, "one version", remedy)
+    other = [row["id"] for row in concerned if row["self_test"].get("weights") == "other"]
+    cause = "other weights" if len(digests) > 1 else "other weights, or a fault"
+    value = f"different tokens at {shown}: {cause}"
+    if other:
+        value += f"; new streams avoid {', '.join(other)}"
+    remedy = (
+        f"the same model and revision at all; or, if those of {other[0] if other else 'one'} are "
+        f"the new ones: kvrs accept {other[0] if other else 'INSTANCE'}"
+    )
+    return bad("weights", value, "the same tokens everywhere", remedy)
 
 
 def _inexact(model: str | None, directory: str | None) -> tuple[str, str, str]:

@@ -11,6 +11,7 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.proxy_options import command_line, secrets_of_proxy
+from kvrs.cli.top import AdminConfig, AdminUrl
 from kvrs.config.file import (
     Config,
     checked,
@@ -99,6 +100,23 @@ def _without_ports(config: Config) -> Iterator[str]:
                     f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or "
                     f"backup.mode: off and no gossip"
                 )
+
+
+def accept(
+    instance: Annotated[str, typer.Argument(help="Id of an instance that has the new model")],
+    admin_url: AdminUrl = None,
+    config: AdminConfig = None,
+) -> None:
+    """Accept an instance's model and weights as the right ones, at a proxy and its peers.
+
+    New streams go to instances with these weights, and others get them only if nothing else serves,
+    until they are replaced too. Open streams go on where they began.
+    """
+    from kvrs.net.admin import AdminClient
+
+    client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
+    client.accept(instance)
+    print(f"{client.url}: the weights of {instance} are the right ones")
 
 
 def agent(

@@ -7,7 +7,7 @@ one record (`LiveStream`), in which the policy writes its place and stage.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Generic, Protocol, TypeVar, assert_never
 
 import msgspec
@@ -24,6 +24,7 @@ from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, Replays
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
+from kvrs.core.fleet.weights import Choice
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import (
@@ -39,6 +40,7 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import InstanceInfo, LoadReport
+from kvrs.protocol.rows import RowsReport
 from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement
 
@@ -85,6 +87,9 @@ class Shell(Protocol[_S]):
 
     def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
         """Show people that an instance is up or lost, or its GPU's health."""
+
+    def weights_known(self) -> None:
+        """End streams that turn out to have tokens of different weights."""
 
     def count_slot(self, outcome: SlotOutcome) -> None: ...
 
@@ -406,13 +411,45 @@ class Control(Generic[S]):
             lives_on,
             had_not_ended,
             seen.restores,
-            self.self_tests.comparison.weights.get(known.id, ""),
+            self.self_tests.standing(known.id).is_doubted,
             seen.store,
             seen.generates,
         )
         self._shell.instance_changed(event)
         self.tell(event, now_s)
         return self.instances.known[known.id]
+
+    def accept(self, instance: InstanceId, ordered_s: float, now_s: float) -> None:
+        """Let the model and the weights of an instance's present process be the right ones, by an
+        operator's order at this time of the wall clock. Raises RequestError, like
+        `Instances.expect`.
+        """
+        self.instances.expect(self.instances.known[instance])
+        self.self_tests.choose(instance, ordered_s)
+        self.weights_known((), now_s)
+
+    def heard(self, fingerprint: str, choice: Choice, now_s: float) -> None:
+        """Take the model and weights that are right at another proxy, if they were chosen by a
+        later order than here, or if nothing is known here.
+        """
+        is_later = choice.ordered_s > self.self_tests.choice.ordered_s
+        if fingerprint and (is_later or not self.instances.fingerprint):
+            self.instances.fingerprint = fingerprint
+        if self.self_tests.heard(choice):
+            self.weights_known((), now_s)
+
+    def rows_reported(self, rows: RowsReport, now_s: float) -> None:
+        """Note the digests of weights in an agent's report."""
+        if self.self_tests.rows_reported(rows.regions):
+            self.weights_known((), now_s)
+
+    def weights_known(self, instances: Container[InstanceId], now_s: float) -> None:
+        """Tell the policy what self-tests or digests have shown of these instances, and what of
+        others follows from it.
+        """
+        for news in self.self_tests.news(instances):
+            self.tell(news, now_s)
+        self._shell.weights_known()
 
     def load_reported(self, known: Member, report: LoadReport, now_s: float) -> None:
         self.catch_up()

@@ -170,7 +170,10 @@ def learned(state: State, event: ev.SelfTested | ev.NamesListed, now_s: float) -
         return
     match event:
         case ev.SelfTested():
+            was = member.tokens, member.is_doubted
             state.view.set_self_tested(member, event)
+            if was != (member.tokens, member.is_doubted):  # Streams may wait for it.
+                starter.place_idle(state, now_s)
         case ev.NamesListed():
             member.learn(names=event.names)
             starter.place_idle(state, now_s)

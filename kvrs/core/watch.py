@@ -309,7 +309,10 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
 
     def _fault(self, info: InstanceInfo) -> str | None:
         control = self._control
-        return control.instances.fault(self.known, info, streams_open=bool(control.streams))
+        fault = control.instances.fault(self.known, info, streams_open=bool(control.streams))
+        if fault is not None:
+            control.instances.refused(self.known, info)
+        return fault
 
     def _must_be_fenced(self, info: InstanceInfo) -> bool:
         return self.known.must_be_fenced(info)
@@ -362,7 +365,7 @@ class AgentWatch(Watch[Agent, AgentInfo, AgentReport]):
     ) -> None:
         super().__init__(known, limits, shell)
         self._checkpoints = control.checkpoints
-        self._self_tests = control.self_tests
+        self._control = control
 
     def _fault(self, info: AgentInfo) -> str | None:
         return self._checkpoints.agents.fault(self.known, info)
@@ -374,7 +377,8 @@ class AgentWatch(Watch[Agent, AgentInfo, AgentReport]):
         before = self.known.report
         self._checkpoints.reported(self.known, report, now_s)
         if report.rows != (NO_ROWS if before is None else before.rows):
-            self._self_tests.rows_changed()
+            self._control.self_tests.rows_changed()
+        self._control.rows_reported(report.rows, now_s)
 
     def _lose(self, cause: str, now_s: float) -> None:
         self._checkpoints.lost(self.known, cause, now_s)

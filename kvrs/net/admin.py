@@ -110,6 +110,15 @@ class AdminClient:
         """
         self._ask("POST", "/kvrs/v1/reload", _TIMEOUT_S)
 
+    def accept(self, instance: str) -> None:
+        """Let the model and the weights of an instance be the right ones, at the proxy and its
+        peers.
+
+        Raises:
+            AdminError: there is no answer, or it refuses.
+        """
+        self._ask("POST", f"/kvrs/v1/accept/{quote(instance, safe='')}", _TIMEOUT_S)
+
     def note_exit(self, instance: str, report: ExitReport) -> None:
         """Report how a process of an instance ended.
 

@@ -165,6 +165,10 @@ class DrainOrder(msgspec.Struct, frozen=True):
     drain_s: Seconds | None
 
 
+MAX_MODEL = 1024  # Characters of a model's fingerprint.
+MAX_MARKS = 64
+
+
 class Hello(msgspec.Struct, omit_defaults=True):
     """Body and answer of `POST /kvrs/v1/mirror/hello`, and each report of
     `GET /kvrs/v1/mirror?watch=S`, in JSON.
@@ -176,6 +180,11 @@ class Hello(msgspec.Struct, omit_defaults=True):
     # Drain orders that are in force when another worker of this proxy starts; it carries them out
     # too.
     drains: list[DrainOrder] = []
+    # Fingerprint of the model that the proxy serves, marks of the weights that count as right, and
+    # the time of the operator's order that chose them (`kvrs/core/fleet/weights.py`).
+    model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL)] = ""
+    weights: Annotated[list[Name], msgspec.Meta(max_length=MAX_MARKS)] = []
+    weights_ordered_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Lookup(msgspec.Struct):

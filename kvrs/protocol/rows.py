@@ -106,6 +106,12 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def space(self) -> Space:
         return Space(self.namespace, self.row_bytes)
 
+    @property
+    def weights(self) -> str:
+        """The digest of the engine's weights; empty: it is none that a report may have."""
+        found = self.fields.get("weights")
+        return found if isinstance(found, str) and len(found) <= 64 else ""
+
 
 # First 16 hex digits of a namespace; engines of one namespace can use each other's rows.
 ShortSpace = Annotated[str, msgspec.Meta(min_length=16, max_length=16)]
@@ -113,6 +119,10 @@ ShortSpace = Annotated[str, msgspec.Meta(min_length=16, max_length=16)]
 
 def short(namespace: bytes) -> ShortSpace:
     return namespace.hex()[:16]
+
+
+# Digest of a model's weights, code and configuration (`kvrs/engines/fingerprint.py`).
+Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class RegionReport(msgspec.Struct, frozen=True):
@@ -124,6 +134,7 @@ class RegionReport(msgspec.Struct, frozen=True):
     rows: Annotated[int, msgspec.Meta(ge=0)]
     row_bytes: Annotated[int, msgspec.Meta(ge=0)]
     row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # Tokens per row; 0: not reported.
+    weights: Digest = ""  # Digest of the engine's weights; empty: not known.
 
     @classmethod
     def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":
@@ -134,6 +145,7 @@ class RegionReport(msgspec.Struct, frozen=True):
             info.rows,
             info.row_bytes,
             info.row_tokens,
+            info.weights,
         )
 
 

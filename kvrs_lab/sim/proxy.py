@@ -294,6 +294,8 @@ class SimShell:
     def wake_at(self, at_s: float) -> None:
         self.proxy.after(at_s - self.proxy.now_s, self._wake)
 
+    def weights_known(self) -> None: ...
+
     def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
         pass
 

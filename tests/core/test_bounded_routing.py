@@ -78,7 +78,7 @@ class Fleet:
                 health.note_busy(member.id, StreamId("s"), 0.5, view.now_s)
                 view.prefill_order.restrict(member)
             case 7:
-                member.is_minority = rng.random() < 0.3
+                member.is_doubted = rng.random() < 0.3
                 view.prefill_order.restrict(member)
             case 8:
                 (health.open if rng.random() < 0.5 else lambda: health.close("", view.now_s, 1))()

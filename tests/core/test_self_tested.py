@@ -135,9 +135,11 @@ def test_agents_are_a_source_where_restores_were_seen(
     assert (Option.MIGRATE in options) is moves_kv
 
 
-def compare(harness: PolicyHarness, **weights: str) -> None:
+def compare(harness: PolicyHarness, doubted: str = "", **weights: str) -> None:
     for name, value in weights.items():
-        tested = ev.SelfTested(InstanceId(name), 1, True, f"{value}:", weights=value)
+        tested = ev.SelfTested(
+            InstanceId(name), 1, True, f"{value}:", is_doubted=name in doubted.split()
+        )
         harness.handle(tested)
 
 
@@ -149,16 +151,17 @@ def targets_of_new(harness: PolicyHarness, names: str) -> set[str]:
     }
 
 
-def test_the_majority_of_weights_gets_new_streams() -> None:
-    """A server that computes something else gets none, until it is as many as the others."""
+def test_a_doubted_instance_gets_new_streams_only_if_nothing_else_serves() -> None:
     harness = PolicyHarness("p2", "d0", "d1", "d2")
-    compare(harness, d0="a", d1="a", d2="b")
+    compare(harness, d0="a", d1="a", d2="b", doubted="d2")
     before = targets_of_new(harness, "abcdef")
 
     harness.handle(ev.InstanceLost(InstanceId("d0"), 1, "killed", {}))
-    after = targets_of_new(harness, "ghijkl")
+    with_one = targets_of_new(harness, "ghijkl")
+    harness.handle(ev.InstanceLost(InstanceId("d1"), 1, "killed", {}))
+    alone = targets_of_new(harness, "mno")
 
-    assert ("d2" in before, "d2" in after) == (False, True)
+    assert (before, with_one, alone) == ({"d0", "d1"}, {"d1"}, {"d2"})
 
 
 def test_an_exact_stream_waits_rather_than_goes_on_with_other_tokens() -> None:

@@ -16,6 +16,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import UNKNOWN, Health, Member
 from kvrs.core.options.replay import REPLAY_S_MAX
+from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import engine_step_s, prefill_table
 from kvrs.profiles.tables import PrefillTable
@@ -60,9 +61,12 @@ class Instances:
         # A table of the model alone lacks the engine's part of a step, which instances measure.
         self._lacks_engine = name is not None and not engine_step_s(name)
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
-        # Identity of the last accepted instance; None: none yet. All others must serve the same
-        # model: a stream continues exactly only on equal weights.
-        self._served: InstanceInfo | None = None
+        # Fingerprint of the served model; empty: not known yet. All instances must have it: a
+        # stream continues exactly only on equal weights.
+        self.fingerprint = ""
+        self._served: InstanceInfo | None = None  # The last accepted instance; None: none yet.
+        # What refused instances say, for an order to accept one.
+        self._refused: dict[InstanceId, InstanceInfo] = {}
         self.model: str | None = None  # Name of the served model.
         # Most tokens of prompt and output together at any instance; None: not known.
         self.max_model_len: int | None = None
@@ -84,6 +88,7 @@ class Instances:
     def remove(self, known: Member) -> None:
         self.known[known.id] = Member(known.id, known.node, known.role, known.group, Health.REMOVED)
         known.health, known.reason, known.info, known.load = Health.REMOVED, None, UNKNOWN, None
+        self._refused.pop(known.id, None)
         self._members_changed()
 
     def _members_changed(self) -> None:
@@ -196,17 +201,18 @@ class Instances:
                 f"own_prefill is {str(own)!r}, which the configuration does not have as a "
                 f"prefill instance, and it fetches no pages of others"
             )
+        if info.fingerprint != (self.fingerprint or info.fingerprint):
+            return (
+                f"fingerprint is {info.fingerprint!r}, the cluster serves {self.fingerprint!r}; "
+                f"if the former is the new model: `kvrs accept {known.id}`"
+            )
         if (served := self._served) is None:
             return None
         others_up = any(
             other.health is Health.UP for other in self.known.values() if other is not known
         )
-        # Another model never takes the place of this one by itself. Other sizes and names of the
-        # same model may, once nothing uses the old ones.
-        compared = ["fingerprint"]
-        if others_up or streams_open:
-            compared += ["geometry", "model"]
-        for what in compared:
+        # Other sizes and names of the same model may come once nothing uses the old ones.
+        for what in ("geometry", "model") if others_up or streams_open else ():
             if getattr(served, what) != getattr(info, what):
                 return (
                     f"{what} is {getattr(info, what)!r}, the cluster serves "
@@ -214,12 +220,50 @@ class Instances:
                 )
         return None
 
+    def refused(self, known: Member, info: InstanceInfo) -> None:
+        """Keep what a refused instance says, until it is accepted, removed or says something
+        else.
+        """
+        self._refused[known.id] = info
+
+    def root_of(self, instance: InstanceId) -> str:
+        """Path of the model that a refused instance reports; empty: it is not refused for it."""
+        info = self._refused.get(instance)
+        return "" if info is None else info.root
+
+    def expect(self, known: Member) -> None:
+        """Let the model of an instance, used or refused, be the served one from now on. Instances
+        with another one that are up stay until their processes end.
+
+        Raises:
+            RequestError: the instance is neither, or has KV of another shape.
+        """
+        if known.health is Health.UP:
+            return
+        info, served = self._refused.get(known.id), self._served
+        if known.health is not Health.REFUSED or info is None:
+            raise RequestError(
+                f"{known.id} is {known.health}; allowed: an instance that is up, or refused for "
+                f"its model",
+                param="id",
+                status=409,
+            )
+        if served is not None and served.geometry != info.geometry:
+            raise RequestError(
+                f"{known.id} has KV of another shape than the model that is served: "
+                f"{info.geometry}; allowed: {served.geometry}, or a proxy of its own",
+                param="id",
+                status=409,
+            )
+        self.fingerprint = info.fingerprint
+
     def accept(self, known: Member, info: InstanceInfo) -> ev.InstanceUp:
         """Use the instance from now on, and return the event for the policy. A process that was up
         all the time keeps its record, whose `info` the policy updates.
         """
         table = self._named_table(info)
-        self._served, self.model = info, info.model
+        self._served, self.model, self.fingerprint = info, info.model, info.fingerprint
+        self._refused.pop(known.id, None)
         if info.own_prefill not in self.known:
             info = msgspec.structs.replace(info, own_prefill=None)
         if not known.is_same_process(info):

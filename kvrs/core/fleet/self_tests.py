@@ -1,20 +1,21 @@
 """Schedule and results of the instances' resume self-tests.
 
-Each process of an instance is tested once. Until then the results of the former process of the same
-version apply, and the test waits for the streams that the former process left. Without a former
-process no KV is fetched to or from the instance, but its declared abilities to continue streams
-exactly and to restore rows are believed. The driver sends the requests of the tests.
+Each process of an instance is tested once. Until then no KV is fetched to or from it, and its
+declared abilities are believed, if nothing is known of any instance (`weights.py`). The results of
+the former process apply only if both are known to have the same weights, by their digest, and the
+same version; then the test waits for the streams that the former process left. The driver sends the
+requests of the tests.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import msgspec
 
 from kvrs.core.fleet.stores import Stores
 from kvrs.core.fleet.tested import (
-    Comparison,
     Continues,
     Generated,
     Likeness,
@@ -23,12 +24,13 @@ from kvrs.core.fleet.tested import (
     SelfTest,
     TokensTest,
     TransferTest,
-    compare,
 )
+from kvrs.core.fleet.weights import Choice, Comparison, Standing, Vote, compare
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
+from kvrs.protocol.rows import RegionReport
 
 _MAX_FAILURES = 5
 _OF_KV = frozenset(
@@ -81,7 +83,12 @@ class TestedProcess:
     restores: bool | None = None  # The ability to load KV from agents or a store; None: not tested.
     # Instances with which no KV moved in a test.
     partners: set[InstanceId] = field(default_factory=set)
-    former: Seen = field(default_factory=Seen)  # Results of a former process of the same version.
+    digest: str = ""  # Digest of the weights; empty: not known.
+    # What the former process, or the last one that showed anything, has shown of its weights; the
+    # results of the former process; and its digest and version, for which they hold.
+    former_vote: Vote = field(default_factory=Vote)
+    former_results: Seen = field(default_factory=Seen)
+    former_is: tuple[object, ...] = ()
     test: SelfTest | None = None  # The running test; None: none.
     tries: Tries = field(default_factory=Tries)
     of_rows: Tries = field(default_factory=Tries)
@@ -96,11 +103,32 @@ class TestedProcess:
         return self.generated is None and self.decodes
 
     @property
+    def vote(self) -> Vote:
+        return Vote(self.generated, self.digest, self.info.engine)
+
+    @property
+    def _is(self) -> tuple[object, ...]:
+        return self.digest, *_version(self.info)
+
+    @property
+    def former(self) -> Seen:
+        """Results of the former process, if they hold for this one, which has equal weights and the
+        same version.
+        """
+        return self.former_results if self.digest and self.former_is == self._is else Seen()
+
+    def follow(self, former: "TestedProcess") -> None:
+        """Note what is known of the process that ran before this one."""
+        self.former_vote = former.vote if former.vote.marks else former.former_vote
+        self.former_results, self.former_is = former.seen, former._is
+
+    @property
     def seen(self) -> Seen:
+        former = self.former
         return Seen(
-            self.former.moves_kv if self.moves_kv is None else self.moves_kv,
-            self.generated or self.former.generated,
-            self.former.restores if self.restores is None else self.restores,
+            former.moves_kv if self.moves_kv is None else self.moves_kv,
+            self.generated or former.generated,
+            former.restores if self.restores is None else self.restores,
         )
 
 
@@ -125,9 +153,14 @@ class SelfTests:
         self.stores = Stores(known, enabled=enabled)
         # The present or last process of each instance; other modules only read it.
         self.processes: dict[InstanceId, TestedProcess] = {}
-        # Last reported tokens, weights, store and generated tokens of each instance (`news`).
-        self._reported: dict[InstanceId, tuple[str, str, ev.StoreSeen | None, str]] = {}
+        # What the policy was last told of each instance (`news`).
+        self._reported: dict[InstanceId, ev.SelfTested] = {}
+        # Digests of weights by agents' reports, also of engines that have ended.
+        self._digests: dict[InstanceId, str] = {}
         self.comparison = Comparison()
+        self.choice = Choice()  # The weights that count as right.
+        # Instance whose present process an operator has chosen, and that has shown nothing yet.
+        self._chosen: InstanceId | None = None
         # The decode instance that continues streams least exactly, by its test or else by its
         # declaration; None: all continue exactly.
         self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
@@ -166,6 +199,7 @@ class SelfTests:
             for other in self.processes.values():
                 other.partners.discard(info.id)
         self._compare()
+        self._reported[info.id] = self._known_of(info.id)  # The event of its coming up tells it.
         self.changed()
 
     def lost(self, instance: InstanceId) -> None:
@@ -185,7 +219,64 @@ class SelfTests:
         self.processes.pop(instance, None)
         self.stores.forget(instance)
         self._reported.pop(instance, None)
+        self._digests.pop(instance, None)
         self._compare()
+
+    def rows_reported(self, regions: Iterable[RegionReport]) -> bool:
+        """Note the digests of weights in an agent's report; return whether one is new. An agent
+        knows at once when an engine ends, so what it serves alive of an instance that is up is of
+        its present process.
+        """
+        is_new = False
+        for region in regions:
+            if not region.weights or region.engine not in self._known:
+                continue
+            is_new |= self._digests.get(region.engine) != region.weights
+            self._digests[region.engine] = region.weights
+            life = self.processes.get(region.engine)
+            is_up = region.is_alive and self._known[region.engine].health is Health.UP
+            if is_up and life is not None and life.digest != region.weights:
+                if life.digest:  # It was replaced, and only its agent has noticed.
+                    life.generated = life.moves_kv = life.restores = None
+                life.digest, is_new = region.weights, True
+        if is_new:
+            self._compare()
+        return is_new
+
+    def choose(self, instance: InstanceId, ordered_s: float) -> None:
+        """Let the weights of an instance's present process count as right, by an operator's order
+        at this time of the wall clock.
+        """
+        self._chosen, self.choice = instance, Choice(frozenset(), ordered_s)
+        self._compare()
+
+    def heard(self, choice: Choice) -> bool:
+        """Take another proxy's choice: a later order, or any choice if this proxy has none; return
+        whether it was taken.
+        """
+        is_later = choice.ordered_s > self.choice.ordered_s
+        if not choice.marks or not (is_later or not (self.choice.marks or self._chosen)):
+            return False
+        self.choice, self._chosen = choice, None
+        self._compare()
+        return True
+
+    def standing(self, instance: InstanceId) -> Standing:
+        """Judge the weights of an instance's present process."""
+        life = self.processes.get(instance)
+        if not self._enabled or life is None:
+            return Standing.NOT_COMPARED
+        if life.decodes or life.digest:
+            return self.comparison.standing(life.vote)
+        return Standing.NOT_COMPARED  # A prefill instance, whose weights nothing shows.
+
+    def _vote(self, instance: InstanceId) -> Vote:
+        """Return what the instance's present process has shown, or else its last one."""
+        life, digest = self.processes.get(instance), self._digests.get(instance, "")
+        for vote in () if life is None else (life.vote, life.former_vote):
+            if vote.marks:
+                return vote
+        return Vote(digest=digest)
 
     def seen(self, instance: InstanceId) -> Seen:
         """Results of an instance's tests, in the form that the policy gets."""
@@ -216,24 +307,42 @@ class SelfTests:
                 declared = Continues.SEEDED if is_exact else Continues.GREEDY
                 if (found := self.continues(name) or declared).is_below(self.least[1]):
                     self.least = name, found
-        seen = {name: life.seen.generated for name, life in self.processes.items()}
-        self.comparison = compare({name: each for name, each in seen.items() if each is not None})
+        present = [known for known in self._known.values() if known.health is not Health.REMOVED]
+        votes = {known.id: self._vote(known.id) for known in present}
+        life = None if self._chosen is None else self.processes.get(self._chosen)
+        if life is not None and life.vote.marks:
+            self._chosen, self.choice = None, Choice(life.vote.marks, self.choice.ordered_s)
+        configured = sum(known.role is not Role.PREFILL for known in present)
+        self.comparison = compare(
+            {name: vote for name, vote in votes.items() if vote.marks}, self.choice, configured
+        )
+        # What was ordered stays, also while no instance has it.
+        marks, is_ordered = self.comparison.marks, bool(self.choice.ordered_s)
+        if marks and self._chosen is None and (marks & self.choice.marks or not is_ordered):
+            self.choice = Choice(marks, self.choice.ordered_s)
 
     def news(self, instances: Container[InstanceId]) -> list[ev.SelfTested]:
         """Events for the policy: about these instances, if tested, and about others whose results
         have changed.
         """
         found = list[ev.SelfTested]()
-        for name, life in self.processes.items():
-            seen = self.seen(name)
-            weights = self.comparison.weights.get(name, "")
-            told = seen.tokens, weights, seen.store, seen.generates
-            is_new = name in instances or self._reported.get(name, told) != told
+        for name in self.processes:
+            told = self._known_of(name)
+            is_new = name in instances or self._reported[name] != told
             if is_new and self._known[name].health is Health.UP:
                 self._reported[name] = told
-                facts = seen.moves_kv, seen.tokens, seen.restores, weights, seen.store
-                found.append(ev.SelfTested(name, life.info.epoch, *facts, seen.generates))
+                found.append(told)
         return found
+
+    def _known_of(self, instance: InstanceId) -> ev.SelfTested:
+        seen, is_doubted = self.seen(instance), self.standing(instance).is_doubted
+        facts = seen.moves_kv, seen.tokens, seen.restores, is_doubted, seen.store, seen.generates
+        return ev.SelfTested(instance, self.processes[instance].info.epoch, *facts)
+
+    def differ(self, processes: Sequence[TestedProcess]) -> bool:
+        """Return whether two of these processes are known to have different weights."""
+        pairs = combinations([process.vote for process in processes], 2)
+        return any(one.likeness(other) is Likeness.OTHER for one, other in pairs)
 
     def goes_on(
         self,
@@ -243,13 +352,14 @@ class SelfTests:
         sampled: bool,
         replays: bool = False,
     ) -> bool:
-        """Return whether `target` continues the output of `began` exactly, as far as is known.
-        `replays`: by a replay, which restores the random number generator of a sampled output.
+        """Return whether `target` continues the output of `began` exactly, by its test; without one
+        only if nothing is known of either. `replays`: by a replay, which restores the random number
+        generator of a sampled output.
         """
         before = None if began is None else began.seen.generated
         after = self.seen(target).generated
         if after is None:
-            return True
+            return before is None
         if after.continues in (Continues.TEXT, Continues.NONE):
             return False
         if sampled and not replays and after.continues is not Continues.SEEDED:
@@ -276,21 +386,28 @@ class SelfTests:
             "capabilities": _capabilities(life.info, self.seen(instance)),
             "differs_from": others,
             "near_ties_with": near,
+            "weights": self.standing(instance).value,
+            "weights_digest": life.digest if life.info.engine else "",
             "failures": life.tries.failures + life.of_rows.failures,
             "cause": life.tries.cause or life.of_rows.cause,
         }
 
     def different(self, instance: InstanceId) -> tuple[list[InstanceId], list[InstanceId]]:
-        """Instances with other tokens than this instance, and instances that differ only by
-        near-ties.
+        """Instances with other tokens or other weights than this instance, and instances that
+        differ only by near-ties.
         """
-        mine = self.seen(instance).generated
+        mine = self.processes[instance].vote
         found = list[InstanceId](), list[InstanceId]()
         for other in sorted(self.processes):
-            theirs = self.seen(other).generated
-            if mine is None or theirs is None or mine.name == theirs.name:
+            theirs = self.processes[other].vote
+            if other == instance or not mine.marks or not theirs.marks:
                 continue
-            found[mine.likeness(theirs) is not Likeness.OTHER].append(other)
+            one, two = mine.generated, theirs.generated
+            tokens = None if one is None or two is None else one.likeness(two)
+            if Likeness.OTHER in (tokens, mine.likeness(theirs)):
+                found[0].append(other)
+            elif one is not None and two is not None and one.name != two.name:
+                found[1].append(other)
         return found
 
     def next(self, now_s: float) -> SelfTest | None:
@@ -352,7 +469,7 @@ class SelfTests:
             life.partners.add(other.info.id)
             if not life.moves_kv:
                 life.tries.cause = f"no KV moved from {test.holder} to {test.target}"
-                life.former = msgspec.structs.replace(life.former, moves_kv=False)
+                life.former_results = msgspec.structs.replace(life.former_results, moves_kv=False)
             if life.moves_kv is None and other.moves_kv:
                 life.moves_kv = False
 
@@ -449,9 +566,11 @@ class SelfTests:
 
 
 def _next_process(info: InstanceInfo, before: TestedProcess | None, now_s: float) -> TestedProcess:
-    life = TestedProcess(info)
+    # An engine of kvrs reports a digest of its weights.
+    life = TestedProcess(info, digest="" if info.engine else info.fingerprint)
+    if before is not None:
+        life.follow(before)
     if before is not None and _version(before.info) == _version(info):
-        life.former = before.seen
         life.tries.losses, life.of_rows.losses = before.tries.losses, before.of_rows.losses
         life.tries.at_s = 0.0 if life.former == Seen() else now_s + _LATER_S
     if life.of_rows.losses >= _MAX_LOSSES:
@@ -492,7 +611,7 @@ def _process(info: InstanceInfo) -> tuple[object, ...]:
 
 
 def _version(info: InstanceInfo) -> tuple[object, ...]:
-    return info.model, info.fingerprint, tuple(info.capabilities)
+    return info.model, info.fingerprint, info.engine, tuple(info.capabilities)
 
 
 def _can_exchange(holder: Role, target: Role) -> bool:

@@ -1,7 +1,7 @@
-"""Self-tests of instances, what they have seen, and the comparison of instances by it."""
+"""Self-tests of instances, and what they have seen."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 
@@ -44,33 +44,35 @@ class Generated(msgspec.Struct, frozen=True):
     continues: Continues
     # Log probabilities of the likeliest tokens at each position of `greedy`; empty: not available.
     likeliest: tuple[Mapping[int, float], ...] = ()
+    model: str = ""  # Path of the model, as a stock engine reports it.
 
     @property
     def name(self) -> str:
         """Value of `Member.tokens`."""
         if self.continues not in (Continues.SEEDED, Continues.GREEDY):
             return GOES_ON_NOWHERE
-        seeded = _digest(self.seeded) if self.continues is Continues.SEEDED else ""
-        return f"{_digest(self.greedy)}:{seeded}"
+        seeded = self._digest(self.seeded) if self.continues is Continues.SEEDED else ""
+        return f"{self._digest(self.greedy)}:{seeded}"
 
     @property
     def generates(self) -> str:
         """Value of `Member.generates`."""
-        return f"{_digest(self.greedy)}:{_digest(self.seeded)}"
+        return f"{self._digest(self.greedy)}:{self._digest(self.seeded)}"
+
+    def _digest(self, ids: tuple[int, ...]) -> str:
+        return blake2b(repr((self.model, ids)).encode(), digest_size=8).hexdigest()
 
     def likeness(self, other: "Generated") -> Likeness:
         """Compare two outputs; they are different if both instances give their first two differing
         tokens likelihoods far apart.
         """
+        if self.model != other.model:
+            return Likeness.OTHER
         for at, (mine, theirs) in enumerate(zip(self.greedy, other.greedy, strict=False)):
             if mine != theirs:
                 is_far = _apart(self, at, theirs) and _apart(other, at, mine)
                 return Likeness.OTHER if is_far else Likeness.NEAR
         return Likeness.ALIKE
-
-
-def _digest(ids: tuple[int, ...]) -> str:
-    return blake2b(repr(ids).encode(), digest_size=8).hexdigest()
 
 
 def _apart(one: Generated, at: int, other_token: int) -> bool:
@@ -139,57 +141,3 @@ class Seen(msgspec.Struct, frozen=True):
     @property
     def generates(self) -> str:
         return "" if self.generated is None else self.generated.generates
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Groups of instances with equal weights, judged by their tokens."""
-
-    # `Member.weights` of each instance: the name of the group's first instance.
-    weights: Mapping[InstanceId, InstanceId] = field(default_factory=dict)
-    near_ties: bool = False  # Instances of equal weights differ by near-ties.
-    # Instances of equal weights differ by near-ties, or only in sampled streams.
-    sampled_ties: bool = False
-
-    def has_ties(self, *, sampled: bool) -> bool:
-        """Return whether output may differ between instances of equal weights: output of sampled
-        streams (`sampled`), or of streams at temperature 0.
-        """
-        return self.sampled_ties if sampled else self.near_ties
-
-    @property
-    def has_other_weights(self) -> bool:
-        return len(set(self.weights.values())) > 1
-
-
-def compare(generated: Mapping[InstanceId, Generated]) -> Comparison:
-    """Group the instances by weights, as their results show them; equal results are
-    compared once.
-    """
-    firsts: dict[tuple[object, ...], InstanceId] = {}
-    for name in sorted(generated):
-        firsts.setdefault(_tokens(generated[name]), name)
-    weights: dict[InstanceId, InstanceId] = {}
-    near_ties = sampled_ties = False
-    for name in firsts.values():
-        mine, alike = generated[name], {name}
-        for other in weights:
-            theirs = generated[other]
-            likeness = mine.likeness(theirs)
-            if likeness is Likeness.OTHER:
-                continue
-            alike.add(weights[other])
-            near_ties |= likeness is Likeness.NEAR
-            is_level = mine.seeded == theirs.seeded or mine.continues is not theirs.continues
-            sampled_ties |= near_ties or not is_level
-        weights[name] = first = min(alike)
-        weights |= {other: first for other, its in weights.items() if its in alike}
-    return Comparison(
-        {name: weights[firsts[_tokens(each)]] for name, each in generated.items()},
-        near_ties,
-        sampled_ties,
-    )
-
-
-def _tokens(generated: Generated) -> tuple[object, ...]:
-    return generated.greedy, generated.seeded, generated.continues

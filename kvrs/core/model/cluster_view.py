@@ -6,7 +6,6 @@ other.
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -172,7 +171,8 @@ class ClusterView:
         return member
 
     def set_self_tested(self, member: Member, event: ev.InstanceUp | ev.SelfTested) -> None:
-        member.moves_kv, member.tokens, member.weights = event.moves_kv, event.tokens, event.weights
+        member.moves_kv, member.tokens = event.moves_kv, event.tokens
+        member.is_doubted = event.is_doubted
         member.generates = event.generates
         member.restores = event.moves_kv if event.restores is None else event.restores
         if not member.has_tier and (store := event.store) is not None:
@@ -195,7 +195,7 @@ class ClusterView:
             self.prefill_order.remove(member)
         self.prefill_order.restricted.pop(member, None)
         self._leaving.pop(member.id, None)
-        if member.tokens or member.weights:
+        if member.tokens:
             self._compare_tokens()
         self.formats_differ = _differ({each.info.hand_off_format for each in self.members.values()})
         self._update(member.node)
@@ -221,13 +221,6 @@ class ClusterView:
         members = self.members.values()
         tokens = {member.tokens for member in members if member.decodes and member.tokens}
         self.tokens_differ = len(tokens) > 1
-        kinds = Counter(member.weights for member in members if member.decodes and member.weights)
-        (most, count), *others = [*kinds.most_common(2), ("", 0)][:2]
-        has_majority = not others or count > others[0][1]
-        for member in members:
-            is_minority = has_majority and bool(member.weights) and member.weights != most
-            if is_minority != member.is_minority:
-                member.is_minority = is_minority
 
     def _update_drained(self) -> None:
         """Drain each instance that must drain, if healthy instances have its roles; if all are
@@ -290,7 +283,7 @@ class ClusterView:
     def takes_start(self, member: Member) -> bool:
         """Return whether the instance's recent answers allow a new request."""
         health = member.answers
-        if member.is_minority:
+        if member.is_doubted:
             return False
         # After its pause, a closed instance gets one probe at a time.
         if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):

@@ -39,7 +39,7 @@ class InstanceUp(_Event, frozen=True):
     lives_on: bool = False
     had_not_ended: bool = False  # The process ran on while it was considered lost.
     restores: bool | None = None  # The new `Member.restores`; None: same as `moves_kv`.
-    weights: str = ""  # The new `Member.weights`.
+    is_doubted: bool = False  # The new `Member.is_doubted`.
     # The store that the engine loads from; None: it has used none yet.
     store: StoreSeen | None = None
     generates: str = ""  # The new `Member.generates`.
@@ -134,7 +134,7 @@ class SelfTested(_Event, frozen=True):
     moves_kv: bool
     tokens: str = ""  # The new `Member.tokens`.
     restores: bool | None = None  # The new `Member.restores`; None: same as `moves_kv`.
-    weights: str = ""  # The new `Member.weights`.
+    is_doubted: bool = False  # The new `Member.is_doubted`.
     # The store that the engine loads from; None: it has used none yet.
     store: StoreSeen | None = None
     generates: str = ""  # The new `Member.generates`.

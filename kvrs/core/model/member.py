@@ -224,10 +224,9 @@ class Member:
     # Digests of the tokens that the self-tests generate from one prompt, as `GREEDY:SEEDED`: of
     # instances with equal parts each generates the other's output again. Empty: not known.
     generates: str = ""
-    # Name of the group of instances whose tokens differ only at near-ties. Empty: not known.
-    weights: str = ""
-    # Most decode instances have other weights, so this one gets no new request.
-    is_minority: bool = False
+    # Its weights are not the right ones, or not known while others are (`fleet/weights.py`): it
+    # gets new requests only if nothing else serves.
+    is_doubted: bool = False
     up_s: float = 0.0  # Time of coming up; later for a process after repeated quick deaths.
     told: LoadReport | None = None  # The last report passed to the policy; None: none.
     reported_queue_s: float = 0.0
@@ -436,7 +435,7 @@ class Member:
         return (
             health.until_s is None
             and health.busy_until_s is None
-            and not self.is_minority
+            and not self.is_doubted
             and not health.is_ejected
             and (
                 not health.awaited
@@ -479,10 +478,13 @@ class Member:
 
     def continues(self, tokens: str, promise: Promise = Promise.NONE) -> bool:
         """Return whether the instance continues output of an instance with `tokens` exactly, as far
-        as known; with a promise of sampled tokens, these too.
+        as known; with a promise of sampled tokens, these too. An instance that is not tested keeps
+        no promise to a stream of one that is.
         """
-        if not tokens or not self.tokens:
+        if not tokens:
             return True
+        if not self.tokens:
+            return promise is Promise.NONE
         if promise is Promise.SAMPLED:
             return self.tokens == tokens and not tokens.endswith(":")
         return self.tokens.split(":")[0] == tokens.split(":")[0] != GOES_ON_NOWHERE

@@ -1,6 +1,7 @@
 """The operator's port, separate from the clients': state, metrics, reload."""
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -42,6 +43,8 @@ from kvrs.proxy.reload import (
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
+
+log = logging.getLogger(__name__)
 
 Describe = Callable[[Driver, GossipView, dict[str, Any], float], dict[str, Any]]
 
@@ -147,6 +150,7 @@ class Admin:
         routes.add("POST", "/kvrs/v1/reload", self._reload)
         routes.add("POST", "/kvrs/v1/drain/{id}", self._drain)
         routes.add("DELETE", "/kvrs/v1/drain/{id}", self._end_drain)
+        routes.add("POST", "/kvrs/v1/accept/{id}", self._accept)
         routes.add("POST", _RANK, partial(self._order_rank, leaves=True))
         routes.add("DELETE", _RANK, partial(self._order_rank, leaves=False))
         routes.add("POST", "/kvrs/v1/exits/{id}", self._note_exit)
@@ -209,9 +213,21 @@ class Admin:
         return await self._order(DrainOrder(InstanceId(request.parameters["id"]), None))
 
     async def _order(self, order: DrainOrder) -> Response:
-        self._peers.drains.obey(order)
+        self._peers.orders.obey(order)
         await self._peers.pass_on(order)
         return answer({"instance": order.instance, "drain_s": order.drain_s})
+
+    async def _accept(self, request: Request) -> Response:
+        """Accept the model and the weights of an instance as the right ones, at this proxy and, by
+        the next hello, at its peers.
+        """
+        name = request.parameters["id"]
+        if (fault := self._driver.fault_of_model(InstanceId(name))) is not None:
+            raise RequestError(fault, param="id", status=409)
+        self._peers.orders.accept(name, time.time())
+        self._peers.news.tell()
+        log.info("accepted", extra={"instance": name})
+        return answer({"instance": name})
 
     async def _order_rank(self, request: Request, *, leaves: bool) -> Response:
         """Order a rank to pass its work to its instance's other ranks and end (`leaves`), or to

@@ -367,7 +367,7 @@ class Admissions:
         # The instance that began the output is not known here, so a difference between any
         # instances counts.
         comparison, is_drawn = self._self_tests.comparison, parsed.request.temperature > 0
-        may_differ = comparison.has_other_weights or comparison.has_ties(sampled=is_drawn)
+        may_differ = comparison.differs or comparison.has_ties(sampled=is_drawn)
         if may_differ and "tokens" not in journal.inexact:
             journal.inexact = (*journal.inexact, "tokens")
         return journal

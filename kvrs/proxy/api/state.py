@@ -140,9 +140,9 @@ def _instance(
 
 def _differing(driver: Driver) -> set[InstanceId]:
     """Return the instances whose tokens differ from those of another live instance."""
-    weights, is_up = driver.control.self_tests.comparison.weights, driver.control.instances.is_up
-    kinds = {its for name, its in weights.items() if is_up(name)}
-    return {name for name, its in weights.items() if len(kinds) > 1 and its in kinds}
+    tests, is_up = driver.control.self_tests, driver.control.instances.is_up
+    up = [name for name in tests.processes if is_up(name)]
+    return {name for name in up if {*tests.different(name)[0]} & {*up}}
 
 
 def _reloads(driver: Driver) -> dict[InstanceId, Reload]:

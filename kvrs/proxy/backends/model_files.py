@@ -15,7 +15,7 @@ from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
 log = logging.getLogger(__name__)
 
-_CONFIG = "config.json"
+_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 # KV of Llama-3.1-8B in 16 bits, assumed for a model without files here.
 _USUAL_KV = KvGeometry(layers=32, kv_heads=8, head_dim=128, dtype_bytes=2, page_size_tokens=16)
 # Fields of a config.json in which two models differ, and two copies of one do not.
@@ -70,7 +70,7 @@ class LocalModel:
         self._is_given = is_given
         # The files are read only once: what the proxy promised when it admitted a stream must hold
         # at the recovery.
-        self.has_tokenizer = directory is not None and (directory / "tokenizer.json").exists()
+        self.has_tokenizer = directory is not None and (directory / _TOKENIZER).exists()
         # Output limit of a chat without `max_tokens`; None: none.
         self.default_max_tokens = None if directory is None else default_max_tokens(directory)
         self.default_sampling = dict[str, float]()
@@ -162,6 +162,24 @@ class ModelFiles:
         else:
             extra = {"model": root, "remedy": f"cluster.model, or {how_to_get(root)}"}
             log.warning("no files of the model here: the size of its KV is assumed", extra=extra)
+
+    def has_tokenizer_of(self, root: str) -> bool:
+        """Return whether the model at `root` has the served model's tokenizer, as far as both are
+        here.
+        """
+        served, other = self.served, self.of(root)
+        if served is None or not (served.has_tokenizer and other.has_tokenizer):
+            return True
+        assert served.directory is not None
+        assert other.directory is not None
+        try:
+            one, two = (
+                (directory / _TOKENIZER).read_bytes()
+                for directory in (served.directory, other.directory)
+            )
+        except OSError:
+            return False
+        return one == two
 
     @property
     def name(self) -> str | None:

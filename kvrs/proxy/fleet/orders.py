@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from kvrs.core.control import Control
+from kvrs.core.fleet.weights import Choice
 from kvrs.core.model import events as ev
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ExitReport, RankRequest
-from kvrs.protocol.mirror import DrainOrder
+from kvrs.protocol.mirror import MAX_MARKS, MAX_MODEL, DrainOrder, Hello
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.backends.backend import Backend
 
@@ -47,14 +48,38 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
     control.drains.begin(name, order.drain_s, now_s)
 
 
-class ProxyDrains:
-    """The drains of one worker, in the form in which workers of a proxy exchange them."""
+class ProxyOrders:
+    """An operator's orders at one proxy, in the form in which proxies and workers exchange them."""
 
     def __init__(self, control: Control[Any], clock: Callable[[], float]) -> None:
         self._control = control
         self._clock = clock
 
-    def shown(self) -> list[DrainOrder]:
+    def shown(self, me: Hello) -> Hello:
+        """Return the hello of this proxy, with the orders that are in force."""
+        choice, model = self._control.self_tests.choice, self._control.instances.fingerprint
+        return msgspec.structs.replace(
+            me,
+            drains=self.drains(),
+            model=model[:MAX_MODEL],
+            weights=sorted(choice.marks)[:MAX_MARKS],
+            weights_ordered_s=choice.ordered_s,
+        )
+
+    def heard(self, hello: Hello) -> None:
+        """Take over a peer's choice of the model and its weights, if it is a later one."""
+        choice = Choice(frozenset(hello.weights), hello.weights_ordered_s)
+        self._control.heard(hello.model, choice, self._clock())
+
+    def accept(self, instance: str, ordered_s: float) -> None:
+        """Let an instance's model and weights be the right ones. Raises RequestError: no such
+        instance, or `Control.accept` refuses.
+        """
+        names = [known.id for known in self._control.instances.present()]
+        check_named(instance, names)
+        self._control.accept(InstanceId(instance), ordered_s, self._clock())
+
+    def drains(self) -> list[DrainOrder]:
         moves_in_s = self._control.drains.moves_in_s(self._clock())
         return [DrainOrder(name, drain_s) for name, drain_s in moves_in_s.items()]
 

@@ -29,7 +29,7 @@ from kvrs.protocol.mirror import (
     Update,
 )
 from kvrs.protocol.proof import WRONG_DOOR
-from kvrs.proxy.fleet.orders import ProxyDrains
+from kvrs.proxy.fleet.orders import ProxyOrders
 from kvrs.proxy.mirror.records import PresentPeers
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.peer import Peer
@@ -171,7 +171,7 @@ class Peers:
         peers: Mapping[str, ProxyPeer],
         lost: Callable[[str], None],
         changed: Callable[[], None],
-        drains: ProxyDrains,
+        orders: ProxyOrders,
     ) -> None:
         self.me = me
         self.known = dict(peers)
@@ -179,7 +179,7 @@ class Peers:
         self.news = News()
         self._lost = lost
         self._changed = changed
-        self.drains = drains
+        self.orders = orders
         self._send: Callable[[ProxyPeer], Coroutine[Any, Any, None]] | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
@@ -203,8 +203,8 @@ class Peers:
         self.news.tell()
 
     def hello(self) -> Hello:
-        """Make the hello of this proxy, with its present drains."""
-        return msgspec.structs.replace(self.me, drains=self.drains.shown())
+        """Make the hello of this proxy, with the orders that are in force."""
+        return self.orders.shown(self.me)
 
     @property
     def live(self) -> list[ProxyPeer]:
@@ -273,6 +273,7 @@ class Peers:
 
     def _heard(self, peer: ProxyPeer, hello: Hello) -> None:
         self.on_answer(peer, hello.run)
+        self.orders.heard(hello)
         if hello.leaving and not peer.leaving:
             log.info("proxy leaves", extra={"proxy": peer.id})
             peer.ending = hello.run
@@ -335,7 +336,7 @@ class Peers:
         found = await self.meet()
         own = (hello for peer, hello in found.items() if self.known[peer].is_own_worker)
         if (hello := next(own, None)) is not None:
-            self.drains.begin(hello.drains)
+            self.orders.begin(hello.drains)
 
     async def meet(self) -> dict[str, Hello]:
         """Exchange hellos with every peer once, and return the hellos of peers that answered. The

@@ -31,7 +31,7 @@ from kvrs.protocol.mirror import (
     Update,
     UpdateAck,
 )
-from kvrs.proxy.fleet.orders import ProxyDrains
+from kvrs.proxy.fleet.orders import ProxyOrders
 from kvrs.proxy.mirror import failures
 from kvrs.proxy.mirror.book import CopyQueue, RecordBook
 from kvrs.proxy.mirror.headers import ResumeRequest
@@ -144,8 +144,8 @@ class Mirror:
         self._id = settings.id
         self._sync = settings.mirror is MirrorMode.SYNC
         self.book = RecordBook(max_bytes=settings.mirror_bytes)
-        me, drains = Hello(settings.id, self.name), ProxyDrains(driver.control, driver.clock)
-        self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, drains)
+        me, orders = Hello(settings.id, self.name), ProxyOrders(driver.control, driver.clock)
+        self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, orders)
         # Keyed streams that run here, by key of the record.
         self.streams: dict[str, KeyedStream] = {}
         # Ended streams whose mirror does not have all events yet, by key of the record.

@@ -48,7 +48,7 @@ def make_routes(mirror: Mirror) -> Routes:
         return _answer(drop_own(mirror, _decode(await request.read(), Lookup).key))
 
     async def drain(request: Request) -> Response:
-        mirror.peers.drains.obey(_decode(await request.read(), DrainOrder))
+        mirror.peers.orders.obey(_decode(await request.read(), DrainOrder))
         return _answer(mirror.peers.hello())
 
     routes = http.authenticated(Scope.PROXY)

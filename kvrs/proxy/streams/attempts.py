@@ -37,7 +37,7 @@ from kvrs.proxy.wire.errors import (
     NotANumberError,
     NotConnectedError,
 )
-from kvrs.proxy.wire.exactness import is_plain_chat
+from kvrs.proxy.wire.exactness import WEIGHTS, is_plain_chat
 from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
@@ -280,8 +280,8 @@ class AttemptCalls:
         ids_text: msgspec.Raw | None,
     ) -> None:
         attempt, live, plan, context = self._attempt, self._live, self._attempt.plan, self._context
-        if live.journal.output_ids:
-            self._check_exactness(plan.decode)
+        check = self._check_exactness if live.journal.output_ids else self._check_weights
+        check(plan.decode)
         asked = attempt.decode()
         slot = 0 if asked is None else await self._context.slots.acquire(asked)
         if attempt.number > 1:
@@ -394,12 +394,30 @@ class AttemptCalls:
             self._end_replays()
         is_sampled = live.journal.parsed.request.temperature > 0
         tests = self._context.control.self_tests
-        if tests.goes_on(live.decoded_by, target, sampled=is_sampled, replays=replays):
+        if all(
+            tests.goes_on(each, target, sampled=is_sampled, replays=replays)
+            for each in live.decoders
+        ):
             return
         if live.journal.promise is not ev.Promise.NONE:
             raise ConfigError(f"cannot be continued exactly: {target} computes other tokens")
         if "tokens" not in live.journal.inexact:
             live.journal.inexact = (*live.journal.inexact, "tokens")
+
+    def _check_weights(self, target: InstanceId) -> None:
+        """Mark a stream that begins at an instance whose weights are not known to be right.
+
+        Raises:
+            ConfigError: the client was promised exact tokens.
+        """
+        journal = self._live.journal
+        standing = self._context.control.self_tests.standing(target)
+        if not standing.is_doubted:
+            return
+        if journal.promise is not ev.Promise.NONE:
+            raise ConfigError(f"cannot begin at {target}: its weights are {standing.value}")
+        if WEIGHTS not in journal.inexact:
+            journal.inexact = (*journal.inexact, WEIGHTS)
 
     def _end_replays(self) -> None:
         """Note that the attempt continues or ends the stream without a replay: the features in
@@ -425,7 +443,9 @@ class AttemptCalls:
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()
-            live.decoded_by = self._context.control.self_tests.processes.get(attempt.plan.decode)
+            process = self._context.control.self_tests.processes.get(attempt.plan.decode)
+            if process is not None and process not in live.decoders[-1:]:
+                live.decoders = (*live.decoders, process)
         self._context.resumed(attempt)
         # Prefill and decode are one call, whose first token shows the end of prefill.
         if live.phase is StreamPhase.PREFILL and attempt.is_current:

@@ -151,6 +151,16 @@ class Driver:
         # The instance may name the model, on whose tokenizer promises to clients depend.
         await self.tokenizer.prepare(info.root)
 
+    def fault_of_model(self, instance: InstanceId) -> str | None:
+        """Return why the model of a refused instance cannot follow the served one; None: it can."""
+        root = self.control.instances.root_of(instance)
+        if not root or self._files.has_tokenizer_of(root):
+            return None
+        return (
+            f"{instance} has a model with another tokenizer.json ({root}), and open streams need "
+            f"that of the present one; allowed: a model with the same one, or a proxy of its own"
+        )
+
     def load_reported(self, report: LoadReport) -> None:
         self.recoveries.fetched(report.fetches)
         self.recoveries.restarted(report.restarts)
@@ -373,6 +383,13 @@ class Driver:
 
         handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self.clock()), wake)
         self._wakes.add(handle)
+
+    def weights_known(self) -> None:
+        for live in [*self.streams.values()]:
+            is_promised = live.journal.promise is not ev.Promise.NONE
+            if is_promised and self.control.self_tests.differ(live.decoders):
+                cause = "cannot be continued exactly: it has tokens of instances that differ"
+                self.control.end(live, CannotContinue(cause), self.clock())
 
     def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
         match event:

@@ -75,8 +75,7 @@ class OpenStream(LiveStream):
     # the phases.
     spent_s: "array[float]" = field(default_factory=_NOTHING.__copy__)
     task: EagerTask[None] | None = None
-    # Process that computed the latest output; None: no output yet, or an untested process.
-    decoded_by: TestedProcess | None = None
+    decoders: tuple[TestedProcess, ...] = ()  # Processes that computed output, the latest last.
     # Makes the current attempt report its next token as if it were its first; None: no decode call
     # runs.
     expect_token: Callable[[], None] | None = None

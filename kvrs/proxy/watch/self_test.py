@@ -142,8 +142,7 @@ class SelfTester:
             else:
                 self._tests.failed(test, "it was ended", self._clock())
             raise
-        for news in self._tests.news(test.names):
-            self._control.tell(news, self._clock())
+        self._control.weights_known(test.names, self._clock())
 
     async def _outcome(self, test: SelfTest) -> None:
         facts: dict[str, Any]
@@ -206,17 +205,18 @@ class SelfTester:
         except RefusedError:
             del journals[1]
         whole = [tuple(journal.output_ids) for journal in journals]
+        model = self._streams.info(instance).root
         try:
             rests = await asyncio.gather(
                 *(self._continue(instance, journal, drafted=drafted) for journal in journals)
             )
         except RefusedError:
-            return Generated(whole[0], whole[-1], Continues.NONE, likeliest)
+            return Generated(whole[0], whole[-1], Continues.NONE, likeliest, model)
         alike = [ids == rest for ids, rest in zip(whole, rests, strict=True)]
         continues = Continues.TEXT
         if alike[0]:
             continues = Continues.SEEDED if alike[-1] else Continues.GREEDY
-        return Generated(whole[0], whole[-1], continues, likeliest)
+        return Generated(whole[0], whole[-1], continues, likeliest, model)
 
     async def _warm_up(self, instance: InstanceId) -> None:
         """Let the server compile now what it compiles on first use. A server that refuses a request

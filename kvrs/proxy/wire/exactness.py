@@ -23,6 +23,9 @@ class _Message(msgspec.Struct):
     content: Any = None
 
 
+# Reason of a stream at an instance whose weights are not known to be the cluster's.
+WEIGHTS = "weights"
+
 _MESSAGES = msgspec.json.Decoder(list[_Message])
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 

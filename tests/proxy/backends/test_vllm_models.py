@@ -177,3 +177,47 @@ def reported(known: Member, files: ModelFiles, root: str) -> InstanceInfo:
     return msgspec.structs.replace(
         info, root=root, fingerprint=root, model=root, max_model_len=ROOTS.index(root) + 100
     )
+
+
+async def accept(system: Vllms, name: str) -> tuple[int, str]:
+    async with system.http.post(f"{system.admin_url}/kvrs/v1/accept/{name}") as answer:
+        return answer.status, await answer.text()
+
+
+async def test_a_new_model_is_accepted_by_one_order(
+    vllms: Builder, vllm_model: str, tmp_path: Path
+) -> None:
+    """With the same tokenizer and shape. Its servers come up, those of before stay until they end,
+    and are refused from then on.
+    """
+    new = tmp_path / "new"
+    new.mkdir()
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(Path(vllm_model) / name, new)
+    system = await serving(vllms, vllm_model)
+    await replace(system, "d1", str(new))
+    await system.until_health(d1="refused")
+
+    status, _ = await accept(system, "d1")
+    await system.until_health(p0="up", d0="up", d1="up")
+    await replace(system, "d0", vllm_model)
+    await system.until_health(d0="refused")
+
+    assert status == 200
+    assert (await system.state())["proxies"][0]["model_directory"] == str(new)
+
+
+async def test_a_model_of_another_shape_or_tokenizer_needs_a_proxy_of_its_own(
+    vllms: Builder, vllm_model: str, other_model: str
+) -> None:
+    system = await serving(vllms, vllm_model)
+    await replace(system, "d1", other_model)
+    await system.until_health(d1="refused")
+
+    by_tokenizer = await accept(system, "d1")
+    shutil.copy(Path(vllm_model) / "tokenizer.json", other_model)
+    by_shape = await accept(system, "d1")
+
+    assert (by_tokenizer[0], by_shape[0]) == (409, 409)
+    assert "another tokenizer.json" in by_tokenizer[1]
+    assert "KV of another shape" in by_shape[1]

@@ -43,6 +43,7 @@ def region(engine: str, namespace: str = SPACE, *, is_alive: bool = True) -> dic
         "rows": 1000,
         "row_bytes": 65536,
         "row_tokens": 16,
+        "weights": "",
     }
 
 
