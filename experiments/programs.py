@@ -428,6 +428,8 @@ OTHERS = (
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("field_requests", "field_requests", 4),
     _of("agent_tasks", "agent_tasks", 20, "run", AGENTS),
+    _of("other_weights", "other_weights", 8, quick=(1, "run --quick")),
+    _of("other_weights", "vllm", 15, "vllm", VLLM),
     _of("parsed_deaths", "parsed_deaths", 8, quick=(0.5, "run --quick")),
     _of(
         *("parsed_deaths", "near_ties", 6, "run --differ 0.002 --deaths 1000"),
