@@ -40,7 +40,8 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
     if stream.name:
         lacking = (each for each in view.targets() if not stream.is_served_at(each))
         excluded_epochs |= frozenset(member.id for member in lacking)
-    if stream.tokens and (view.tokens_differ or stream.promise is not Promise.NONE):
+    is_bound = stream.tokens and (view.tokens_differ or stream.promise is not Promise.NONE)
+    if is_bound or (view.has_doubted and not stream.produced_tokens):
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
     if stream.must_replay:
         unable = (each for each in view.targets(stream.name) if not stream.may_replay(each))
@@ -88,7 +89,12 @@ def _foreign(
     other tokens would break a promise.
     """
     open_ = [member for member in view.targets(stream.name) if member.id not in excluded]
-    foreign = [each for each in open_ if not each.continues(stream.tokens, stream.promise)]
+    foreign = [
+        each
+        for each in open_
+        if not each.continues(stream.tokens, stream.promise)
+        or (each.is_doubted and not stream.produced_tokens)
+    ]
     is_left = len(foreign) < len(open_) or stream.promise is not Promise.NONE
     return frozenset(member.id for member in foreign if is_left)
 

@@ -454,8 +454,8 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
 
 def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
     """Return whether the instance may get this stream, regardless of its health: it serves the
-    name, has asked for no pause, has not failed the stream (unless `barred_too`), and the stream
-    need not avoid it (`poison.py`).
+    name, has asked for no pause, has not failed the stream (unless `barred_too`), the stream need not
+    avoid it (`poison.py`), and its weights are not doubted while others serve.
     """
     if stream.name and not stream.is_served_at(member):
         return False
@@ -463,6 +463,8 @@ def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: b
     if busy_until_s is not None and view.now_s < busy_until_s:
         return False
     if member.id in stream.recovery.avoided:
+        return False
+    if member.is_doubted and not stream.produced_tokens and view.has_better(member):
         return False
     return barred_too or not stream.excluded_epochs or not stream.bars(member)
 

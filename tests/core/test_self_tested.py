@@ -164,6 +164,17 @@ def test_a_doubted_instance_gets_new_streams_only_if_nothing_else_serves() -> No
     assert (before, with_one, alone) == ({"d0", "d1"}, {"d1"}, {"d2"})
 
 
+def test_an_instance_that_answers_late_is_better_than_a_doubted_one() -> None:
+    """It serves: on a starved machine all are late."""
+    harness = PolicyHarness("p2", "d0", "d2")
+    compare(harness, d0="a", d2="b", doubted="d2")
+    harness.handle(ev.StreamArrived(A, 20))
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.TimerFired(), at_s=600.0)
+
+    assert targets_of_new(harness, "bcd") == {"d0"}
+
+
 def test_an_exact_stream_waits_rather_than_goes_on_with_other_tokens() -> None:
     """Whatever the majority is, and until it has waited for as long as any: then with an error."""
     harness = PolicyHarness("p0", "d0", "d1", "d2")

@@ -145,6 +145,7 @@ class ClusterView:
         self.assumed_link = Link(assumed_link_bytes_per_s)
         self.now_s = 0.0  # Time of the current event.
         self.tokens_differ = False  # Two decode instances compute different tokens.
+        self.has_doubted = False  # `Member.is_doubted` of any.
         self.formats_differ = False  # NIXL cannot carry hand-offs between some instances.
         # Decode instances that are not drained, sorted by rank: the least loaded first.
         self.decoders: list[Member] = []
@@ -195,7 +196,7 @@ class ClusterView:
             self.prefill_order.remove(member)
         self.prefill_order.restricted.pop(member, None)
         self._leaving.pop(member.id, None)
-        if member.tokens:
+        if member.tokens or member.is_doubted:
             self._compare_tokens()
         self.formats_differ = _differ({each.info.hand_off_format for each in self.members.values()})
         self._update(member.node)
@@ -221,6 +222,7 @@ class ClusterView:
         members = self.members.values()
         tokens = {member.tokens for member in members if member.decodes and member.tokens}
         self.tokens_differ = len(tokens) > 1
+        self.has_doubted = any(member.is_doubted for member in members)
 
     def _update_drained(self) -> None:
         """Drain each instance that must drain, if healthy instances have its roles; if all are
@@ -279,6 +281,17 @@ class ClusterView:
         if 0 <= beside < len(decoders) and (decoders[beside].rank < member.rank) is (change > 0):
             del decoders[at]
             insort(decoders, member, key=_rank)
+
+    def has_better(self, doubted: Member) -> bool:
+        """Return whether instances whose weights are not doubted have the roles of this one, and
+        serve; slow ones do.
+        """
+        others = [
+            each
+            for each in self.members.values()
+            if not (each.is_doubted or each.is_drained or each.answers.is_ejected)
+        ]
+        return have_roles_of(doubted, others)
 
     def takes_start(self, member: Member) -> bool:
         """Return whether the instance's recent answers allow a new request."""
