@@ -139,7 +139,7 @@ class RecoveryLog:
             # Estimates for all targets would take megabytes in a large cluster; the event log has
             # them.
             estimates=best_by_option(action.estimates),
-            produced_tokens=len(live.journal.output_ids),
+            produced_tokens=live.journal.produced_tokens,
             owner_epoch=live.journal.owner_epoch,
             decided_s=self._clock(),
             last_write_s=live.journal.last_write_s,
