@@ -1,12 +1,15 @@
 """Processes of a configuration whose instances are unmodified servers, of vLLM or SGLang."""
 
+import signal
+from abc import ABC, abstractmethod
+
 from kvrs.config.file import Config
 from kvrs_testkit.processes import Processes
 
 _END_TIMEOUT_S = 30.0
 
 
-class EngineServers(Processes):
+class EngineServers(Processes, ABC):
     """The instances of a configuration, run by another interpreter, and at most one proxy at a
     time.
     """
@@ -31,6 +34,17 @@ class EngineServers(Processes):
 
     def url(self, name: str) -> str:
         return self._instances[name].url
+
+    @abstractmethod
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to all processes of a server."""
+
+    def start_all(self) -> None:
+        """Start all agents and instances, and wait until they are ready."""
+        config = self.config
+        agents = [str(node.agent_id) for node in config.cluster.nodes if config.agents_run]
+        self.start(*agents, *self.names)
+        self.wait_ready(*agents, *self.names)
 
     def stop_proxy(self, name: str = "proxy") -> None:
         if (running := self._running.pop(name, None)) is not None:

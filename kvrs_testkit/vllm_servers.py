@@ -181,13 +181,6 @@ class VllmServers(EngineServers):
             "kv_buffer_device": "cpu",
         }
 
-    def start_all(self) -> None:
-        """Start all agents and instances, and wait until they are ready."""
-        config = self.config
-        agents = [str(node.agent_id) for node in config.cluster.nodes if config.agents_run]
-        self.start(*agents, *self.names)
-        self.wait_ready(*agents, *self.names)
-
     def wait_ready(self, *names: str) -> None:
         """Wait until these take requests and have taken some: every path once, because the first
         time takes seconds.

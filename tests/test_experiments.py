@@ -21,6 +21,7 @@ from experiments.exhibits import PAPERS, Exhibit, How, panels_of, rows_of
 from experiments.kept import Results
 from experiments.kills import drill
 from experiments.kills import run as kills_run
+from experiments.kills.replayed import Said, is_equal
 from experiments.programs import ALL, Experiment, Need
 from experiments.readme import figures_not_kept, shown_in
 from experiments.results import age, is_of_this_code, run_of, state
@@ -88,10 +89,28 @@ def test_a_combination_takes_its_own_options_alone(capsys: pytest.CaptureFixture
         (["proxy", "simulated"], "no series of proxy simulated"),
         (["decode", "vllm", "--option", "migrate", "--worlds", "2"], "--worlds is for --option"),
         (["decode", "vllm", "--gpu"], "--gpu is for --replays and --option recompute"),
+        (["decode", "vllm", "--forced"], "--forced, --stock and --thoughts are for --replays"),
+        (["decode", "sglang", "--stock"], "takes no --stock"),
     ):
         with pytest.raises(SystemExit):
             kills_run.parsed(words)
         assert said in capsys.readouterr().err
+
+
+def test_a_cut_answer_is_whole_or_ends_with_an_error() -> None:
+    """Half of one that looks whole, or simply stops, is wrong, as is one that goes on elsewhere."""
+    calm = Said(text="abc", finish="stop", is_done=True)
+
+    assert is_equal(replace(calm, exact=True), calm)
+    assert not is_equal(replace(calm, text="ab"), calm)
+    assert not is_equal(replace(calm, is_done=False), calm)
+    cut = Said(text="ab", errors=[{"message": "lost"}])
+    assert cut.is_begin_of(calm)
+    assert not is_equal(cut, cut)
+    assert not replace(cut, text="ax").is_begin_of(calm)
+    assert not replace(cut, is_done=True).is_begin_of(calm)
+    assert not replace(cut, finish="stop").is_begin_of(calm)
+    assert not replace(cut, calls={0: "put"}).is_begin_of(calm)
 
 
 def test_the_evidence_shows_the_kept_results() -> None:

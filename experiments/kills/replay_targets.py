@@ -50,6 +50,8 @@ FATES = (*[Fate.STOPPED] * 3, Fate.KILLED, Fate.BOTH)
 class TargetSeries(Series):
     """Rounds of streams whose replays meet a second fault."""
 
+    _servers: VllmServers
+
     async def rounds(self, count: int, until_s: float) -> list[dict[str, Any]]:
         """The rows of the table; no round begins later than `until_s` of the monotonic clock."""
         timeout = aiohttp.ClientTimeout(total=STREAM_TIMEOUT_S)
@@ -68,7 +70,7 @@ class TargetSeries(Series):
         kinds = list(KINDS)
         requests = [make_requests(KINDS[kind], self._choose)[0] for kind in kinds]
         start_s = time.time()
-        asked = [asyncio.create_task(self._ask(request)) for request in requests]
+        asked = [asyncio.create_task(self._ask(request, Said())) for request in requests]
         there = await self._under_way(asked)
         target, victim = sorted(("d0", "d1"), key=lambda name: there[name])
         await self._strike(fate, victim, target)

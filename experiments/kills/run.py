@@ -25,6 +25,7 @@ from experiments.kills import (
 from kvrs.config.backup import BackupMode
 from kvrs.config.distserve import HOME_ENV
 from kvrs.config.policy import PolicyName
+from kvrs_testkit.sglang_servers import PYTHON_ENV as SGLANG_PYTHON_ENV
 from kvrs_testkit.vllm_servers import PYTHON_ENV
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"action": "store_true", "help": "servers share one, without NIXL"},
     "worlds": {"type": int, "help": "pools of servers that share the kills, at the same time"},
     "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
+    "forced": {"action": "store_true", "help": "of replays: grammars and tools alone"},
     "stock": {"action": "store_true", "help": "of replays: servers without the processor"},
     "thoughts": {"action": "store_true", "help": "of replays: a reasoning parser"},
     "targets": {"action": "store_true", "help": "of replays hang or die, too"},
@@ -75,11 +77,12 @@ PARTS: dict[tuple[str, str], Part] = {
     ("decode", "vllm"): Part(
         _vllm,
         (
-            *("option", "streams", "kills", "gpu", "worlds", "replays", "stock", "thoughts"),
-            *("limit_s", "targets"),
+            *("option", "streams", "kills", "gpu", "worlds", "replays", "forced", "stock"),
+            *("thoughts", "limit_s", "targets"),
         ),
         PYTHON_ENV,
     ),
+    ("decode", "sglang"): Part(replayed.run, ("kills", "thoughts", "limit_s"), SGLANG_PYTHON_ENV),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
     ("rank", "embedded"): Part(
         partial(drill.run, "rank"), ("policy", "streams", "experts", "on_nodes")
@@ -114,8 +117,9 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
         parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
     if options.gpu and not (options.replays or options.option == "recompute"):
         parser.error("--gpu is for --replays and --option recompute")
-    if (options.stock or options.thoughts) and not options.replays:
-        parser.error("--stock and --thoughts are for --replays")
+    kinds = options.forced or options.stock or options.thoughts
+    if kinds and not (options.replays or options.cluster == "sglang"):
+        parser.error("--forced, --stock and --thoughts are for --replays")
     if options.worlds and not (options.option and options.kills):
         parser.error("--worlds is for --option with --kills")
     if options.limit_s and not options.kills:
