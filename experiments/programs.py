@@ -398,6 +398,7 @@ OTHERS = (
     ),
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
     _of("kills", "vllm-replay", 10, "run decode vllm --replays --kills 50", VLLM),
+    _of("kills", "vllm-forced", 10, "run decode vllm --replays --forced --kills 30", VLLM),
     _of(
         *("kills", "vllm-replay-stock", 10, "run decode vllm --replays --stock --kills 28", VLLM),
     ),
@@ -409,6 +410,8 @@ OTHERS = (
     _of("kills", "vllm-replay-targets", 20, "run decode vllm --targets --kills 15", VLLM),
     _of("kills", "vllm-recompute", 48, "run decode vllm --option recompute --kills 100", VLLM),
     _of("kills", "vllm-migrate", 60, "run decode vllm --option migrate --kills 100", VLLM),
+    _of("kills", "sglang-forced", 6, "run decode sglang --kills 18", SGLANG),
+    _of("kills", "sglang-thoughts", 4, "run decode sglang --thoughts --kills 10", SGLANG),
     _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
     _of("vllm_rows", "agent/vllm_rows", 10, "run --kind agent", VLLM),
     _of("vllm_rows", "nixl/vllm_rows", 40, "run --nixl", VLLM),

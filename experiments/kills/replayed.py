@@ -124,7 +124,6 @@ SGLANG_KINDS: dict[str, dict[str, Any]] = {
     "tools, required": _STRICT | {"tool_choice": "required", "stop": [], "max_tokens": 400},
     f"tools{_DRAWN}": _STRICT | {"temperature": 1.0},
 }
-# Its reasoning parser applies no grammar on a CPU.
 SGLANG_PARSER = ("--reasoning-parser", "deepseek-r1")
 SGLANG_THOUGHTS: dict[str, dict[str, Any]] = {
     "thoughts": _LONG,
