@@ -400,7 +400,7 @@ OTHERS = (
     _of("kills", "vllm-replay", 10, "run decode vllm --replays --kills 50", VLLM),
     _of("kills", "vllm-forced", 10, "run decode vllm --replays --forced --kills 30", VLLM),
     _of(
-        *("kills", "vllm-replay-stock", 10, "run decode vllm --replays --stock --kills 28", VLLM),
+        *("kills", "vllm-replay-stock", 10, "run decode vllm --replays --stock --kills 30", VLLM),
     ),
     _of("kills", "vllm-thoughts", 6, "run decode vllm --replays --thoughts --kills 40", VLLM),
     _of(
