@@ -24,7 +24,7 @@ from kvrs.net.http import naming_port
 from kvrs.net.proving import Address, ProvingConnector, instance_keys
 from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
-from kvrs.protocol.rows import RowsReport, short
+from kvrs.protocol.rows import RowsReport
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
@@ -114,12 +114,8 @@ class NodeAgent:
         self._copies = RowCopies(lambda: max(0, self.capacity_bytes - self.store.reserved_bytes))
         tagger = RowTagger(secret, token_bytes(SALT_BYTES))
         self._rows = RowPort(self._regions, self._copies, keys, tagger)
-        self._copiers = [
-            self._copier(each, config)
-            for each in config.cluster.nodes
-            if config.backup.mode in (BackupMode.REMOTE, BackupMode.BOTH)
-            and config.cluster.row_holder(each.id) is self.node
-        ]
+        self._copied = self._copied_node(config)
+        self._copier = None if self._copied is None else self._copier_of(self._copied, config)
 
     @property
     def targets(self) -> KeysView[InstanceId]:
@@ -179,14 +175,24 @@ class NodeAgent:
             rows=RowsReport(
                 tuple(self._regions.reports()),
                 self.node.agent.row_port is not None,
-                tuple(short(each.namespace) for each in self._copies.spaces),
+                () if self._copied is None else self._copies.reports(self._copied.id),
             ),
         )
 
     def update_slots(self, update: SlotUpdate) -> SlotAnswer:
         return self.slots.apply(update, time.monotonic())
 
-    def _copier(self, source: NodeSettings, config: Config) -> RowCopier:
+    def _copied_node(self, config: Config) -> NodeSettings | None:
+        """Return the node whose rows this agent copies: the one before its own along the ring.
+        None: it copies none.
+        """
+        if config.backup.mode not in (BackupMode.REMOTE, BackupMode.BOTH):
+            return None
+        cluster = config.cluster
+        found = (each for each in cluster.nodes if cluster.row_holder(each.id) is self.node)
+        return next(found, None)
+
+    def _copier_of(self, source: NodeSettings, config: Config) -> RowCopier:
         assert source.agent.row_port is not None
         return RowCopier(
             self._copies,
@@ -214,13 +220,13 @@ class NodeAgent:
             bind = settings.bound(settings.host)
             with naming_port(f"agent of node {self.node.id}", "row_port", bind, settings.row_port):
                 self._rows.listen(listen_tcp(bind, settings.row_port))
-        for copier in self._copiers:
-            copier.start()
+        if self._copier is not None:
+            self._copier.start()
 
     async def close(self) -> None:
         """Stop serving pages and rows, and end their connections."""
-        for copier in self._copiers:
-            copier.close()
+        if self._copier is not None:
+            self._copier.close()
         self._rows.close()
         await self.page_server.close()
         remove_unix(self._row_directory)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from kvrs.agent.regions import ADOPTED_S
 from kvrs.errors import TransferError
+from kvrs.ids import NodeId
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, Space
+from kvrs.protocol.rows import CopyReport, RowFrame, Space, short
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.rows.link import ToldOnce
 from kvrs.transfer.rows.stream import RowStream
@@ -36,7 +37,13 @@ class CopiedRows:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.rows: dict[bytes, Row] = {}
+        self.protected = 0  # Rows that the other node's running streams need, by the last look.
         self.used_s = 0.0
+
+    @property
+    def share(self) -> float:
+        """Part of the protected rows that is held, rounded down to a tenth."""
+        return min(1.0, 10 * len(self.rows) // max(1, self.protected) / 10)
 
     def held(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
         return [key in self.rows for key in keys]
@@ -67,10 +74,10 @@ class RowCopies:
         found = self._spaces.get(space)
         return [] if found is None else [found]
 
-    @property
-    def spaces(self) -> list[Space]:
-        """Spaces of which rows are held."""
-        return [each.space for each in list(self._spaces.values()) if each.rows]
+    def reports(self, node: NodeId) -> tuple[CopyReport, ...]:
+        """Return a report of each space of which rows are held; `node` is the other node."""
+        held = [each for each in list(self._spaces.values()) if each.rows]
+        return tuple(CopyReport(node, short(each.space.namespace), each.share) for each in held)
 
     @property
     def held_bytes(self) -> int:
@@ -86,6 +93,7 @@ class RowCopies:
         for space, copies in spaces.items():
             wanted = set(protected[space])
             copies.rows = {key: row for key, row in copies.rows.items() if key in wanted}
+            copies.protected = len(wanted)
 
     def missing(self, space: Space, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of the keys whose rows are not held, as many as there is room for."""

@@ -180,20 +180,25 @@ def _rows_reported(state: State, agent: Agent, rows: RowsReport) -> None:
     _note_rows(state, agent, rows)
     for member in state.view.by_node.get(agent.node, ()):
         find_rows(state, member)
-    served = {*rows.copies, *(each.namespace for each in rows.regions)}
+    _drop_unserved(state, agent, f"{agent.id} has given its rows back")
+
+
+def _drop_unserved(state: State, agent: Agent, why: str) -> None:
+    """Forget the streams' rows that the agent does not serve any more."""
     for name in [*agent.streams]:
         stream = state.streams[name]
         stored = stream.checkpoints[agent.id]
-        if stored.rows and stored.rows not in served:
-            checkpoints.lose(state, stream, agent.id, f"{agent.id} has given its rows back")
+        if stored.engine is not None and not agent.rows_of(stored.engine, stored.rows):
+            checkpoints.lose(state, stream, agent.id, why)
 
 
 def _note_rows(state: State, agent: Agent, rows: RowsReport) -> None:
-    for namespace in agent.rows.copies:
-        state.copying[namespace].pop(agent.id, None)
+    for copy in agent.rows.copied:
+        state.copying[copy.node].pop(agent.id, None)
     agent.rows = rows
-    for namespace in rows.copies:
-        state.copying[namespace][agent.id] = agent
+    agent.doubted.clear()
+    for copy in rows.copied:
+        state.copying[copy.node][agent.id] = agent
 
 
 def _rows_lost(state: State, agent: Agent) -> None:
@@ -201,7 +206,8 @@ def _rows_lost(state: State, agent: Agent) -> None:
     for member in state.view.by_node.get(agent.node, ()):
         # While another agent has a second copy of the rows, their namespace stays: this agent's
         # loss may be known before that of the node's instances, whose streams then use the copy.
-        if member.has_tier and not state.copying[member.rows]:
+        others = state.copying[member.node].values()
+        if member.has_tier and not any(other.rows_of(member, member.rows) for other in others):
             member.set_rows("")
 
 
@@ -217,6 +223,7 @@ def find_rows(state: State, member: Member) -> None:
     own = [each for each in agent.rows.regions if each.engine == member.id]
     alive = next((each.namespace for each in own if each.is_alive), "")
     member.tier_tokens = sum(each.rows * each.row_tokens for each in own if each.is_alive)
+    member.row_tokens = max((each.row_tokens for each in own), default=0)
     is_gone = member.has_tier and all(each.namespace != member.rows for each in own)
     if alive or is_gone:
         member.set_rows(alive)
@@ -224,17 +231,27 @@ def find_rows(state: State, member: Member) -> None:
 
 def rows_left(state: State, stream: Stream, member: Member) -> None:
     """Note the holders of a stream's rows when its attempt at the instance, which produced
-    tokens, has ended.
+    tokens, has ended: the agent of the instance's node, and those that copy its rows. Of copies
+    that are not complete the stream is taken to have an average part.
     """
-    pages = (stream.history_tokens - 1) // member.page_size_tokens
+    tokens = stream.history_tokens - 1
+    if not member.in_store and member.row_tokens:
+        tokens -= tokens % member.row_tokens  # Rows are stored and loaded whole.
+    pages = tokens // member.page_size_tokens
     if not member.rows or not pages:
         return
-    holders = [state.view.store]
+    shares = {state.view.store: 1.0}
     if not member.in_store:
         own = state.view.agent_on(member.node)
-        holders = [each for each in (own, *state.copying[member.rows].values()) if each]
-    for agent in holders:
-        stream.checkpoints[agent.id] = StoredCheckpoint(
-            agent, member.info.geometry, pages=pages, rows=member.rows
-        )
-        agent.streams.add(stream.id)
+        agents = (own, *state.copying[member.node].values())
+        shares = {each: each.rows_of(member, member.rows) for each in agents if each}
+    for agent, share in shares.items():
+        if share:
+            stream.checkpoints[agent.id] = StoredCheckpoint(
+                agent,
+                member.info.geometry,
+                pages=int(pages * share),
+                rows=member.rows,
+                engine=None if member.in_store else member,
+            )
+            agent.streams.add(stream.id)

@@ -20,7 +20,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
 
 
@@ -83,8 +83,8 @@ class State:
 
     # Written by `kv_locations.py`. Pages kept by instances that are about to come up.
     kept: dict[InstanceId, ev.PagesKept] = field(default_factory=dict)
-    # The agents with second copies of rows, by the namespace of the rows.
-    copying: defaultdict[str, dict[InstanceId, Agent]] = field(
+    # The agents with second copies of rows, by the node of the rows' engines.
+    copying: defaultdict[NodeId, dict[InstanceId, Agent]] = field(
         default_factory=lambda: defaultdict(dict)
     )
 

@@ -31,7 +31,7 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from kvrs.errors import TransferError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
 
 NAMESPACE_BYTES = 32
 MAX_KEY_BYTES = 55
@@ -149,13 +149,24 @@ class RegionReport(msgspec.Struct, frozen=True):
         )
 
 
+class CopyReport(msgspec.Struct, frozen=True):
+    """The second copies of one other node's rows, in the report of the agent that keeps them."""
+
+    node: Annotated[NodeId, msgspec.Meta(min_length=1, max_length=128)]  # Node of the engines.
+    namespace: ShortSpace
+    # Part of the rows that running streams of that node need, by the agent's last look there,
+    # rounded down to a tenth: a report that changes with each row would be told each time.
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
 class RowsReport(msgspec.Struct, frozen=True):
-    """All rows of vLLM's CPU tiers that an agent serves, as reported to proxies."""
+    """All rows of vLLM's CPU tiers that an agent serves, as reported to proxies. An agent of a
+    version without `copied` is taken to have no copies.
+    """
 
     regions: Annotated[tuple[RegionReport, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
     to_other_nodes: bool = False  # True if the agent serves the rows to servers of other nodes too.
-    # Namespaces of those rows of other nodes that the agent keeps a second copy of.
-    copies: Annotated[tuple[ShortSpace, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
+    copied: Annotated[tuple[CopyReport, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
 
 
 NO_ROWS = RowsReport()

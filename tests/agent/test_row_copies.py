@@ -14,7 +14,7 @@ from kvrs.config.file import parse_config
 from kvrs.errors import TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import rows
-from kvrs.protocol.rows import RowFrame, Space
+from kvrs.protocol.rows import CopyReport, RowFrame, Space, short
 from kvrs.transfer.rows.stream import RowStream
 from kvrs_testkit.row_agent import SECRET, RowAgent, load, until
 from kvrs_testkit.row_engine import RowEngine, key_of, row_of
@@ -93,6 +93,23 @@ def test_there_are_no_more_copies_than_there_is_room_for(
     protect(engine, *({0, 1, 2, 3, 4} - first), 7)
     until(lambda: copied(second) == {0, 1, 2, 3, 4, 7} - first)
     assert second.copies.held_bytes == 3 * SPACE.row_bytes
+
+
+def test_a_report_says_whose_rows_are_copied_and_how_far(
+    agents: list[RowAgent], engine: RowEngine
+) -> None:
+    """In tenths, rounded down, of what running streams there need."""
+    second = agents[1]
+    second.room_bytes = 2 * SPACE.row_bytes
+    assert second.copies.reports(NodeId("a")) == ()
+    protect(engine, *range(7))
+    second.copies_of(agents[0].tcp)
+    until(lambda: len(copied(second)) == 2)
+    told = CopyReport(NodeId("a"), short(SPACE.namespace), 0.2)
+    assert second.copies.reports(NodeId("a")) == (told,)
+
+    protect(engine, *copied(second))
+    until(lambda: second.copies.reports(NodeId("a"))[0].share == 1.0)
 
 
 def test_copies_of_two_namespaces_are_never_mixed(

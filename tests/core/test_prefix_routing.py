@@ -25,7 +25,7 @@ from kvrs.core.routing import least_work
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
-from kvrs.protocol.rows import RegionReport, RowsReport
+from kvrs.protocol.rows import CopyReport, RegionReport, RowsReport
 from tests.core.policy_harness import TABLE, instance_up, load, only
 from tests.core.test_rows import OTHER, SPACE
 from tests.core.test_staying import reforming
@@ -348,7 +348,7 @@ def test_nothing_is_loaded_of_a_node_whose_agent_is_lost() -> None:
     """Though its instances keep their rows, of which another agent has copies."""
     core, other = with_tiers("p0", "p1", "d0"), InstanceId("agent-n1")
     core.handle(ev.HolderUp(other, NodeId("n1"), 1, 1 << 30, 26e9))
-    copies = RowsReport(to_other_nodes=True, copies=(SPACE,))
+    copies = RowsReport(to_other_nodes=True, copied=(CopyReport(NodeId("n0"), SPACE, 1.0),))
     core.handle(ev.CheckpointsReported(other, 1, 0, 0, {}, copies))
     core.handle(ev.HolderLost(InstanceId("agent-n0"), 1, "killed"))
     core.arrive(S, *range(BLOCKS))

@@ -4,6 +4,7 @@ serves: no checkpoint is kept of them before.
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
@@ -12,18 +13,22 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
-from kvrs.protocol.rows import RegionReport, RowsReport
+from kvrs.protocol.rows import CopyReport, RegionReport, RowsReport
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, load, of, only
 
 A = StreamId("A")
-D0, D1, D2 = (InstanceId(name) for name in ("d0", "d1", "d2"))
+D = D0, D1, D2 = tuple(InstanceId(name) for name in ("d0", "d1", "d2"))
 AGENT_0, AGENT_1 = InstanceId("agent-n0"), InstanceId("agent-n1")
 SPACE, OTHER = "0123456789abcdef", "fedcba9876543210"
-LOCAL = BackupSettings(mode=BackupMode.LOCAL)
+LOCAL, REMOTE = (BackupSettings(mode=each) for each in (BackupMode.LOCAL, BackupMode.REMOTE))
 
 
 def region(engine: str, namespace: str = SPACE, *, is_alive: bool = True) -> RegionReport:
     return RegionReport(InstanceId(engine), namespace, is_alive, 1000, 1 << 16)
+
+
+def copied(node: str, namespace: str = SPACE, share: float = 1.0) -> CopyReport:
+    return CopyReport(NodeId(node), namespace, share)
 
 
 class RowsHarness(PolicyHarness):
@@ -36,7 +41,7 @@ class RowsHarness(PolicyHarness):
         self.agents("n0", "n1")
 
     def up(self, name: str, epoch: int = 1) -> None:
-        node = NodeId("n1" if name == "d1" else "n0")
+        node = self.node_of(name)
         event = instance_up(
             name,
             epoch,
@@ -46,11 +51,18 @@ class RowsHarness(PolicyHarness):
         )
         self.handle(event)
 
+    def node_of(self, name: str) -> NodeId:
+        return NodeId("n1" if name == "d1" else "n0")
+
     def serve(
-        self, agent: str, *regions: RegionReport, others: bool = True, copies: str = ""
+        self,
+        agent: str,
+        *regions: RegionReport,
+        others: bool = True,
+        copies: CopyReport | None = None,
     ) -> list[act.Action]:
-        """`others`: to servers of other nodes, too; `copies`: the namespace of second copies."""
-        rows = RowsReport(regions, others, (copies,) if copies else ())
+        """`others`: to servers of other nodes, too."""
+        rows = RowsReport(regions, others, () if copies is None else (copies,))
         return self.handle(ev.CheckpointsReported(InstanceId(agent), 1, 0, 0, {}, rows))
 
     def start(self) -> act.Start:
@@ -227,7 +239,7 @@ def test_a_stream_of_a_lost_node_is_restored_from_the_second_copy(first: str) ->
     """Whichever loss is known first."""
     harness = RowsHarness("d0", "d1")
     harness.serve("agent-n0", region("d0"))
-    harness.serve("agent-n1", region("d1"), copies=SPACE)
+    harness.serve("agent-n1", region("d1"), copies=copied("n0"))
     harness.start()
 
     if first == "agent":
@@ -242,11 +254,14 @@ def test_a_stream_of_a_lost_node_is_restored_from_the_second_copy(first: str) ->
     assert (start.plan.decode, {run.holder for run in start.plan.runs}) == (D1, {AGENT_1})
 
 
-@pytest.mark.parametrize("cause", ["dropped", "of other rows", "its agent is lost"])
+OF_OTHERS = {"of other rows": copied("n0", OTHER), "of another node": copied("n2")}
+
+
+@pytest.mark.parametrize("cause", ["dropped", *OF_OTHERS, "its agent is lost"])
 def test_a_second_copy_that_is_not_there_is_no_source(cause: str) -> None:
     harness = RowsHarness("d0", "d1")
     harness.serve("agent-n0", region("d0"))
-    harness.serve("agent-n1", region("d1"), copies=OTHER if cause == "of other rows" else SPACE)
+    harness.serve("agent-n1", region("d1"), copies=OF_OTHERS.get(cause, copied("n0")))
     harness.start()
     if cause == "dropped":
         harness.serve("agent-n1", region("d1"))
@@ -310,3 +325,97 @@ def test_rows_can_be_loaded_where_they_mean_the_same_and_their_agent_is_reached(
     assert (loads(D2, D0), loads(D1, D0), loads(D0, D1)) == (True, False, True)
     harness.serve("agent-n0", region("d0"), region("d2", OTHER))
     assert (loads(D2, D0), loads(D1, D0), loads(D1, D2)) == (False, True, False)
+
+
+class Ring(RowsHarness):
+    """Three nodes with a server each; each agent copies the rows of the node before its own."""
+
+    def __init__(self) -> None:
+        super().__init__(*D, backup=REMOTE)
+        self.agents("n2")
+        for number in range(3):
+            self.report(number)
+
+    def node_of(self, name: str) -> NodeId:
+        return NodeId(f"n{name[1:]}")
+
+    def report(self, number: int, share: float = 1.0) -> None:
+        copies = copied(f"n{(number - 1) % 3}", share=share)
+        self.serve(f"agent-n{number}", region(f"d{number}"), copies=copies)
+
+    def moved(self, target: InstanceId) -> act.Plan:
+        """The plan of a stream that `d0` loses, where no other server than this is left."""
+        for other in {*D[1:]} - {target}:
+            self.lose(other)
+        return only(self.lose("d0", A=60), act.Start).plan
+
+
+def run(holder: InstanceId, pages: int = 9, first: int = 0) -> act.PageRange:
+    return act.PageRange(holder, first, pages, 1)
+
+
+@pytest.mark.parametrize("target", D[1:])
+def test_a_restore_asks_the_dead_nodes_agent_first_and_then_those_that_copy_its_rows(
+    target: InstanceId,
+) -> None:
+    """None that copies only rows of other nodes, be it that of the target's own."""
+    ring = Ring()
+    ring.start()
+
+    plan = ring.moved(target)
+
+    assert (plan.decode, plan.asked) == (target, (AGENT_0, AGENT_1))
+    assert plan.runs == (run(AGENT_1 if target == D1 else AGENT_0),)
+
+
+@pytest.mark.parametrize("target", D[1:])
+def test_behind_the_loss_of_a_node_its_successor_is_asked(target: InstanceId) -> None:
+    ring = Ring()
+    ring.start()
+    ring.handle(ev.HolderLost(AGENT_0, 1, "killed"))
+
+    plan = ring.moved(target)
+
+    assert (plan.decode, plan.asked, plan.runs) == (target, (AGENT_1,), (run(AGENT_1),))
+
+
+def test_of_copies_that_are_not_complete_a_part_is_expected() -> None:
+    """The rest is loaded from the agent that has all rows."""
+    ring = Ring()
+    ring.report(1, share=0.5)
+    ring.start()
+
+    plan = ring.moved(D1)
+
+    assert plan.asked == (AGENT_0, AGENT_1)
+    assert plan.runs in ((run(AGENT_1, 4), run(AGENT_0, 5, 4)), (run(AGENT_0),))
+
+
+def test_an_agent_that_does_not_say_whose_rows_it_copies_has_its_own_alone() -> None:
+    """One of a former version."""
+    ring = Ring()
+    former = msgspec.json.decode(
+        msgspec.json.encode({"to_other_nodes": True, "copies": [SPACE]}), type=RowsReport
+    )
+    ring.handle(ev.CheckpointsReported(AGENT_1, 1, 0, 0, {}, former))
+    ring.start()
+
+    assert ring.moved(D2).asked == (AGENT_0,)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({"node": "n" * 129}, id="a name without end"),
+        pytest.param({"node": ""}, id="no name"),
+        pytest.param({"share": 1.1}, id="more than all"),
+        pytest.param({"namespace": "short"}, id="no namespace"),
+        pytest.param(None, id="too many"),
+    ],
+)
+def test_a_report_of_copies_has_bounds(wrong: dict[str, Any] | None) -> None:
+    right = {"node": "n0", "namespace": SPACE, "share": 1.0}
+    reported = [right] * 65 if wrong is None else [right | wrong]
+
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"copied": reported}, RowsReport)

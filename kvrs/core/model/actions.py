@@ -61,6 +61,9 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     places: tuple[Place, ...] = ()
     replays: bool = False
     load: PromptLoad | None = None
+    # If the pages of `runs` are rows: all agents that `decode` asks for rows of the history, that
+    # of the rows' own node first. `runs` has those from which they are expected.
+    asked: tuple[InstanceId, ...] = ()
 
 
 class Start(_Action, frozen=True, gc=False, omit_defaults=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvrs.core.model import events as ev
-from kvrs.core.model.member import LONGEST_PAUSE_S, Health
+from kvrs.core.model.member import LONGEST_PAUSE_S, Health, Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
@@ -32,6 +32,9 @@ class Agent:
     booked_of: Counter[NodeId] = field(default_factory=Counter)
     streams: set[StreamId] = field(default_factory=set)  # Streams with a checkpoint or a booking.
     rows: RowsReport = NO_ROWS
+    # Instances whose rows the agent did not have when a restore asked for them, since its last
+    # report of changed rows (`kv_locations.py`).
+    doubted: set[InstanceId] = field(default_factory=set)
     # `health`, `reason`, `info`, `report` and `beat_s` are written by the agent's watch.
     health: Health = Health.STARTING
     reason: str | None = None
@@ -83,6 +86,18 @@ class Agent:
     @property
     def checkpoints(self) -> int:
         return max(len(self.streams), self.reported_checkpoints)
+
+    def rows_of(self, member: Member, namespace: str) -> float:
+        """Return the part of the instance's rows of the namespace that the agent serves by its last
+        report, from 0 to 1: all rows of an engine of its own node, or second copies.
+        """
+        if member.id in self.doubted:
+            return 0.0
+        if member.node == self.node:
+            own = ((each.engine, each.namespace) for each in self.rows.regions)
+            return float((member.id, namespace) in own)
+        copied = (each for each in self.rows.copied if each.node == member.node)
+        return max((each.share for each in copied if each.namespace == namespace), default=0.0)
 
     def has_room(self, need_bytes: int) -> bool:
         return self.reserved_bytes + need_bytes <= self.capacity_bytes

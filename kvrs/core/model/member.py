@@ -268,6 +268,7 @@ class Member:
     # or of the store that its engine shares (`in_store`); empty: neither.
     rows: str = ""
     has_tier: bool = False
+    row_tokens: int = 0  # Tokens in one row; 0: not reported.
     tier_tokens: int = 0  # Tokens that the CPU tier has room for; 0: not reported.
     in_store: bool = False
     store_share: float = 1.0  # Share of the requested KV that the store had, over recoveries.

@@ -56,8 +56,10 @@ class StoredCheckpoint:
     booked_bytes: int = 0
     pages: int = 0  # Leading full pages of the history, by the agent's last report.
     booked_for: NodeId | None = None  # The node that decodes the stream for which room is reserved.
-    # The namespace, if the pages are rows of an instance's CPU tier (`kv_locations.py`).
+    # If the pages are rows of an instance's CPU tier (`kv_locations.py`): their namespace, and the
+    # instance.
     rows: str = ""
+    engine: Member | None = None
 
     def is_of(self, member: Member) -> bool:
         """Return whether the instance can save and load pages of this geometry and namespace."""

@@ -275,7 +275,24 @@ def fetch_plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
             ends = _run_end(stream, holder, wanted, is_last=is_last)
             runs.append(act.PageRange(holder, begins, ends - begins, _epoch(state.view, holder)))
             begins = ends
-    return act.Plan(estimate.target, None, tuple(runs))
+    return act.Plan(estimate.target, None, tuple(runs), asked=_asked(state, stream, estimate))
+
+
+def _asked(state: State, stream: Stream, estimate: Estimate) -> tuple[InstanceId, ...]:
+    """Return all agents that have rows of the stream and that the target reaches, that of the rows'
+    own node first. The target asks them all at once, so a copy that lags hides no row.
+    """
+    target = state.view.members[estimate.target]
+    if not target.has_tier or (estimate.source is None and estimate.second is None):
+        return ()
+    found = [
+        (each.agent.node != each.engine.node, each.agent.id)
+        for each in stream.checkpoints.values()
+        if each.engine is not None
+        and each.is_of(target)
+        and (each.agent.node == target.node or each.agent.rows.to_other_nodes)
+    ]
+    return tuple(name for _, name in sorted(found))
 
 
 def _epoch(view: ClusterView, holder: InstanceId) -> int:

@@ -235,7 +235,7 @@ def _agent(known: Agent, url: str) -> dict[str, Any]:
         "capacity_bytes": None if info is None else info.capacity_bytes,
         "slots": {} if report is None else msgspec.to_builtins(report.slots),
         "regions": [] if report is None else msgspec.to_builtins(report.rows.regions),
-        "row_copies": [] if report is None else list(report.rows.copies),
+        "row_copies": [] if report is None else msgspec.to_builtins(report.rows.copied),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
 

@@ -71,7 +71,8 @@ class RowLoad:
     history_tokens: int
     agents: tuple[InstanceId, ...]
     pages: int  # Pages of the history that the agents or the store may have.
-    node: NodeId | None = None  # Node of the first agent, or STORE; None: nothing is loaded.
+    # Node from which most rows are expected, or STORE; None: nothing is loaded.
+    node: NodeId | None = None
     over_s: float | None = None  # Time of the first token or of the call's end; None: neither yet.
 
     @property
@@ -153,6 +154,7 @@ def decode_call(
     places: Sequence[act.Place],
     transfer: msgspec.Raw | None,
     *,
+    asked: Sequence[InstanceId] = (),
     exact: bool,
     replays: bool = False,
     tells_known: bool = False,
@@ -164,7 +166,8 @@ def decode_call(
 ) -> Call:
     """Make the decode call, whose response has the tokens after the history; with `replays`, the
     whole output, of which `tells_known` names the known tokens to the engine's processor. The call
-    never contains a peer's host and port. `ids_text`: the prompt's ids in JSON, if known.
+    never contains a peer's host and port. `asked` is as in `Plan`; `ids_text`: the prompt's ids in
+    JSON, if known.
     """
     call = _call(
         journal,
@@ -178,7 +181,7 @@ def decode_call(
         ids_text=None if journal.output_ids else ids_text,
     )
     if has_rows:
-        call.rows = _row_load(journal, attempt, runs)
+        call.rows = _row_load(journal, attempt, runs, asked)
     fields = call.fields
     fields["stream"] = True
     # kvrs's engines are not asked for usage: the proxy counts all that they would report.
@@ -283,13 +286,18 @@ def store_load(journal: Journal, attempt: int, page_size_tokens: int) -> RowLoad
     return load
 
 
-def _row_load(journal: Journal, attempt: int, runs: Sequence[act.PageRange] = ()) -> RowLoad:
+def _row_load(
+    journal: Journal,
+    attempt: int,
+    runs: Sequence[act.PageRange] = (),
+    asked: Sequence[InstanceId] = (),
+) -> RowLoad:
     return RowLoad(
         journal.stream,
         attempt,
         journal.owner_epoch,
         len(journal.prompt_ids or ()) + len(journal.output_ids),
-        tuple(dict.fromkeys(run.holder for run in runs)),
+        tuple(dict.fromkeys((*asked, *(run.holder for run in runs)))),
         sum(run.pages for run in runs),
     )
 

@@ -306,6 +306,7 @@ class AttemptCalls:
                     plan.runs,
                     self._instances.places(plan.decode, plan) if plan.places else (),
                     transfer,
+                    asked=plan.asked,
                     exact=exact,
                     replays=plan.replays,
                     tells_known=self._instances.known[plan.decode].replays,
@@ -464,8 +465,8 @@ class AttemptCalls:
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows
-        if call.rows is not None and call.rows.agents:
-            agent = self._context.control.agents.known.get(call.rows.agents[0])
+        if call.rows is not None and call.rows.agents and plan.runs:
+            agent = self._context.control.agents.known.get(plan.runs[0].holder)
             call.rows.node = None if agent is None else agent.node
         if isinstance(reader, WholeAnswer):
             ask_whole(call)
