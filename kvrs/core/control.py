@@ -39,7 +39,7 @@ from kvrs.core.model.reports import changes_decision, changes_ranks, is_repeated
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth
-from kvrs.protocol.instance import InstanceInfo, LoadReport
+from kvrs.protocol.instance import FetchReport, InstanceInfo, LoadReport
 from kvrs.protocol.rows import RowsReport
 from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement
@@ -288,7 +288,13 @@ class Control(Generic[S]):
             case act.GiveUp():
                 if (given_up := self.streams.get(action.stream)) is not None:
                     self.end(given_up, action, now_s)
-            case act.Settled() | act.Recovered() | act.Ejected() | act.Readmitted():
+            case (
+                act.Settled()
+                | act.RowsLoaded()
+                | act.Recovered()
+                | act.Ejected()
+                | act.Readmitted()
+            ):
                 self._shell.note(action)
             case act.WakeAt():
                 self._shell.wake_at(action.at_s)
@@ -484,12 +490,22 @@ class Control(Generic[S]):
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)
+        for fetch in report.fetches:
+            if self._counts(fetch):
+                counted = ev.RowsCounted(fetch.stream, fetch.attempt, fetch.loaded_tokens)
+                self.tell(counted, now_s)
         has_other_share = self.self_tests.stores.fetched(known.id, report.fetches)
         if has_other_share:
             for news in self.self_tests.news((known.id,)):
                 self.tell(news, now_s)
         if is_new_store or has_other_share:
             self.self_tests.changed()
+
+    def _counts(self, fetch: FetchReport) -> bool:
+        """Return whether the policy awaits this report of loaded rows; each is repeated."""
+        live = self.streams.get(fetch.stream)
+        is_own = live is None or live.journal.owner_epoch == fetch.owner_epoch
+        return is_own and (fetch.stream, fetch.attempt) in self.policy.state.restored
 
     def _replicated(self, known: Member, report: LoadReport, now_s: float) -> None:
         """Note the changed replicas of open streams at the instance."""

@@ -4,20 +4,25 @@ from collections.abc import Sequence
 from math import inf
 
 from kvrs.config.policy import Dispatch
-from kvrs.core import options
+from kvrs.core import kv_locations, options
 from kvrs.core.books.waiting import is_past
 from kvrs.core.dispatch import targets_for
 from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member, is_one_call
-from kvrs.core.model.streams import Decision, Stream
+from kvrs.core.model.streams import Decision, RestoredRows, Stream
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits
 from kvrs.core.routing import pair_for, starts_at
 from kvrs.core.rules import BY_NAME
 from kvrs.core.rules.base import Rule
 from kvrs.core.state import State
+
+# Rows of the last steps of an engine, which may not be in its tier, or copied, when it dies.
+_LATE_ROWS = 3
+_MOST_RESTORED = 1000  # Restores whose count is awaited; the count of an older one is ignored.
 
 
 def begin(state: State, now_s: float) -> None:
@@ -233,7 +238,10 @@ def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> ac
         and attempt.plan is not None
         and attempt.plan.decode == chosen.target
     )
-    if as_predicted and _rule(state).learns:
+    plan = attempt.plan
+    if as_predicted and plan is not None and plan.asked and chosen.option is Option.RESTORE:
+        _await_count(state, stream, decision, plan, real_s)
+    elif as_predicted and _rule(state).learns:
         state.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
     return act.Settled(
         stream.id,
@@ -243,6 +251,62 @@ def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> ac
         chosen.next_token_s,
         real_s,
         regret_s=real_s + chosen.lookahead_s - best_other_s,
+    )
+
+
+def _await_count(
+    state: State, stream: Stream, decision: Decision, plan: act.Plan, real_s: float
+) -> None:
+    """Learn from a restore of rows only when its target has counted what it has loaded."""
+    target, restored = state.view.members.get(plan.decode), state.restored
+    if target is None:
+        return
+    stored = [found for name, found in stream.checkpoints.items() if name in plan.asked]
+    wanted = max(run.first_page + run.pages for run in plan.runs)
+    pages = max((found.pages for found in stored), default=wanted)
+    computed = [
+        each.raw_s
+        for each in decision.estimates
+        if each.option is Option.RECOMPUTE and each.target == plan.decode
+    ]
+    restored[stream.id, stream.attempt.number] = RestoredRows(
+        plan.asked,
+        frozenset(found.engine.id for found in stored if found.engine is not None),
+        pages * target.page_size_tokens,
+        _LATE_ROWS * target.row_tokens,
+        decision.chosen.raw_s,
+        min(computed, default=None),
+        real_s,
+    )
+    if len(restored) > _MOST_RESTORED:
+        del restored[next(iter(restored))]
+
+
+def rows_counted(state: State, event: ev.RowsCounted, now_s: float) -> None:
+    """Book a restore of rows as what it was: a recompute if it has loaded less than half of what
+    was expected. The agents that were asked are then believed to have no rows of those engines
+    until they report others.
+    """
+    found = state.restored.pop((event.stream, event.attempt), None)
+    if found is None:
+        return
+    is_restore = 2 * event.loaded_tokens >= found.expected_tokens
+    option, raw_s = Option.RESTORE, found.raw_s if is_restore else found.recompute_s
+    if not is_restore:
+        option = Option.RECOMPUTE
+        if found.expected_tokens > found.least_tokens:
+            kv_locations.doubt(state, found.asked, found.engines)
+    if raw_s is not None and _rule(state).learns:
+        state.corrections.observe(option, raw_s, found.real_s, now_s)
+    state.actions.append(
+        act.RowsLoaded(
+            event.stream,
+            event.attempt,
+            option,
+            event.loaded_tokens,
+            found.expected_tokens,
+            found.asked,
+        )
     )
 
 

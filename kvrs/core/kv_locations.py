@@ -146,13 +146,13 @@ def of(state: State, stream_id: StreamId) -> tuple[ev.Kept, ...]:
     held = [
         ev.Kept(holder, found.member.epoch, found.pages) for holder, found in stream.holders.items()
     ]
-    return (
-        *held,
-        *(
-            ev.Kept(name, found.agent.epoch, found.pages)
-            for name, found in stream.checkpoints.items()
-        ),
-    )
+    # Rows are left out: the other proxy knows by its own reports whose rows agents have.
+    stored = [
+        ev.Kept(name, found.agent.epoch, found.pages)
+        for name, found in stream.checkpoints.items()
+        if not found.rows
+    ]
+    return (*held, *stored)
 
 
 def inherit(state: State, stream: Stream, kept: Iterable[ev.Kept]) -> None:
@@ -190,6 +190,16 @@ def _drop_unserved(state: State, agent: Agent, why: str) -> None:
         stored = stream.checkpoints[agent.id]
         if stored.engine is not None and not agent.rows_of(stored.engine, stored.rows):
             checkpoints.lose(state, stream, agent.id, why)
+
+
+def doubt(state: State, asked: Iterable[InstanceId], engines: Iterable[InstanceId]) -> None:
+    """Note that these agents did not have the rows of these instances, until they report other
+    rows.
+    """
+    for name in asked:
+        if (agent := state.view.agents.get(name)) is not None:
+            agent.doubted.update(engines)
+            _drop_unserved(state, agent, f"{name} did not have its rows")
 
 
 def _note_rows(state: State, agent: Agent, rows: RowsReport) -> None:

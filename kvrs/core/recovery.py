@@ -16,7 +16,7 @@ from typing import Any, assert_never
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import Handoff, PolicySettings, Route, SloSettings
-from kvrs.core import instances, kv_locations, starter, steps
+from kvrs.core import decisions, instances, kv_locations, starter, steps
 from kvrs.core.checkpoints import protection
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -117,6 +117,8 @@ class RecoveryPolicy:
             case ev.RetentionLost():
                 for stream in event.streams:
                     kv_locations.forget(state, stream, event.instance)
+            case ev.RowsCounted():
+                decisions.rows_counted(state, event, now_s)
             case ev.TimerFired():
                 state.timers.woken(now_s)
             case ev.SettingsReloaded():

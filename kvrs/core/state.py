@@ -19,7 +19,7 @@ from kvrs.core.model.agent import Agent
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.member import Member
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import RestoredRows, Stream
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
 
@@ -90,6 +90,8 @@ class State:
 
     # Written by `decisions.py`.
     corrections: Corrections = field(init=False)
+    # Restores of rows that have brought a token, until their target has counted what it loaded.
+    restored: dict[tuple[StreamId, int], RestoredRows] = field(default_factory=dict)
     # Learned corrections of predictions. Usually empty: readers test for that first, because
     # hashing an enum member costs a call.
     factors: dict[Option, float] = field(default_factory=dict)

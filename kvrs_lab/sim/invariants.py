@@ -148,7 +148,7 @@ class Invariants:
                         f"{action.stream} is over and was given up",
                     )
                     self._writers.setdefault(action.stream, _Writer()).stop()
-                case act.Ejected() | act.Readmitted() | act.WakeAt():
+                case act.RowsLoaded() | act.Ejected() | act.Readmitted() | act.WakeAt():
                     pass
                 case _:
                     assert_never(action)

@@ -16,10 +16,12 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import ModelNames, ReformingReport
+from kvrs.protocol.rows import NO_ROWS, CopyReport, RegionReport, RowsReport
 from tests.core.policy_harness import instance_up, load
 
 POLICY, SLO, BACKUP = PolicySettings(), SloSettings(), BackupSettings(mode=BackupMode.REMOTE)
 A, B = StreamId("A"), StreamId("B")
+SPACE = "0123456789abcdef"
 
 
 class Recorder:
@@ -85,13 +87,14 @@ class Rough:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.exits = Random(seed)
+        self.exits, self.loads = Random(seed), Random(seed)
+        self.has_tiers = seed % 2 > 0
         self.slots_max = self.random.choice([1, 32])
         self.recorder = Recorder(
             self._settings(),
             SloSettings(abort=seed % 3 == 0, recovery_gap_s=2.0),
             BackupSettings(
-                mode=self.random.choice(list(BackupMode)),
+                mode=BackupMode.REMOTE if seed % 2 else self.random.choice(list(BackupMode)),
                 placement=self.random.choice(list(Placement)),
             ),
         )
@@ -115,6 +118,8 @@ class Rough:
             self.rise(name)
         for number in range(steps):
             self.step(StreamId(f"s{number}"))
+            if self.has_tiers and number % 20 == 0:
+                self.restore(StreamId(f"r{number}"))
         return self.recorder.lines
 
     def step(self, fresh: StreamId) -> None:
@@ -175,6 +180,7 @@ class Rough:
                     1 << 20,
                     3,
                     {s: self.random.randint(0, 60) for s in self.started},
+                    self.rows(int(name[-1])),
                 )
             )
         elif drawn < 0.915 and not name.startswith("agent"):
@@ -189,6 +195,14 @@ class Rough:
             self.fall(name)
         else:
             self.rise(name)
+
+    def rows(self, node: int) -> RowsReport:
+        """The rows of an agent: of its node's decode instance, and copies of the node before."""
+        if not self.has_tiers or self.loads.random() < 0.1:
+            return NO_ROWS
+        own = RegionReport(InstanceId(f"d{node}"), SPACE, self.loads.random() < 0.9, 100, 1 << 16)
+        copied = CopyReport(NodeId(f"n{(node - 1) % 4}"), SPACE, self.loads.randint(0, 10) / 10)
+        return RowsReport((own,), self.loads.random() < 0.9, (copied,))
 
     def load(self, name: InstanceId, drawn: int, seconds: float, stream: StreamId) -> ev.Event:
         """An event of an instance's load, names or re-forming."""
@@ -249,11 +263,33 @@ class Rough:
             self.handle(ev.PrefillDone(stream, 1, 100))
             self.handle(ev.StreamResumed(stream, 1))
 
+    def restore(self, fresh: StreamId) -> None:
+        """An agent reports rows of the node on which a stream decodes, whose instances die."""
+        self.handle(ev.SettingsReloaded(PolicySettings(name=PolicyName.ALWAYS_RESTORE), SLO))
+        self.handle(ev.StreamArrived(fresh, 600))
+        if (start := self.started.get(fresh)) is None:
+            return
+        self.handle(ev.PrefillDone(fresh, 1, 600))
+        self.handle(ev.StreamResumed(fresh, 1))
+        decode, prefill = start.plan.decode, start.plan.prefill
+        agent = InstanceId(f"agent-n{decode[-1]}")
+        if prefill is not None and {decode, prefill, agent} <= self.up:
+            rows = self.rows(int(decode[-1]))
+            self.handle(ev.CheckpointsReported(agent, self.epochs[agent], 0, 0, {}, rows))
+            self.fall(decode)
+            self.fall(prefill)
+            self.recorder.now_s += 0.5
+            self.handle(ev.TimerFired())
+            if fresh in self.started:
+                self.handle(ev.StreamResumed(fresh, self.started[fresh].attempt))
+
     def rise(self, name: InstanceId) -> None:
         self.up.add(name)
         self.epochs[name] += 1
         if name.startswith("agent"):
             self.handle(ev.HolderUp(name, NodeId(f"n{name[-1]}"), self.epochs[name], 1 << 26, 26e9))
+            if (rows := self.rows(int(name[-1]))) != NO_ROWS:
+                self.handle(ev.CheckpointsReported(name, self.epochs[name], 0, 0, {}, rows))
         else:
             if self.started and self.random.random() < 0.5:
                 stream = self.random.choice(sorted(self.started))
@@ -286,6 +322,10 @@ class Rough:
                 self.started[action.stream] = action
             elif isinstance(action, act.GiveUp):
                 self.started.pop(action.stream, None)
+        start = self.started.get(event.stream) if isinstance(event, ev.StreamResumed) else None
+        if start is not None and start.plan.asked:
+            tokens = self.loads.choice([0, 600])
+            self.handle(ev.RowsCounted(start.stream, start.attempt, tokens))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ import msgspec
 import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.core.books.incidents import Incidents
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.incident import sentence
+from kvrs.core.model.streams import RestoredRows
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
 from kvrs.protocol.rows import CopyReport, RegionReport, RowsReport
@@ -292,7 +295,7 @@ def test_a_stream_without_a_token_has_no_rows() -> None:
     assert only(harness.lose("d0"), act.Recovered).option is not Option.RESTORE
 
 
-def test_loads_that_find_nothing_make_restoring_dearer() -> None:
+def test_loads_that_take_long_make_restoring_dearer() -> None:
     """By what recoveries really took: here ten times as long as predicted."""
     harness = RowsHarness("d0", "d2")
     harness.serve("agent-n0", region("d0"), region("d2"))
@@ -305,6 +308,7 @@ def test_loads_that_find_nothing_make_restoring_dearer() -> None:
         harness.now_s += (10 if is_restored else 1) * record.predicted_s
         harness.handle(ev.StreamResumed(A, 2))
         harness.handle(ev.StreamEnded(A, 2))
+        harness.handle(ev.RowsCounted(A, 2, 47))
         harness.up("d0", epoch + 1)
         harness.now_s += 11  # It does not die at once again and again.
 
@@ -419,3 +423,120 @@ def test_a_report_of_copies_has_bounds(wrong: dict[str, Any] | None) -> None:
 
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"copied": reported}, RowsReport)
+
+
+EXPECTED_TOKENS = 9 * GEOMETRY.page_size_tokens
+
+
+def count(harness: RowsHarness, loaded_tokens: int) -> act.RowsLoaded:
+    harness.now_s += 0.1
+    harness.handle(ev.StreamResumed(A, 2))
+    return only(harness.handle(ev.RowsCounted(A, 2, loaded_tokens)), act.RowsLoaded)
+
+
+@pytest.mark.parametrize(
+    ("loaded_tokens", "option"),
+    [(0, Option.RECOMPUTE), (71, Option.RECOMPUTE), (72, Option.RESTORE), (144, Option.RESTORE)],
+)
+def test_a_restore_is_booked_as_what_it_was(loaded_tokens: int, option: Option) -> None:
+    """One that has loaded less than half was a recompute: its time corrects predictions of that."""
+    ring = Ring()
+    ring.start()
+    asked = ring.moved(D2).asked
+    assert not ring.policy.state.corrections.learned
+
+    record = count(ring, loaded_tokens)
+
+    wanted = act.RowsLoaded(A, 2, option, loaded_tokens, EXPECTED_TOKENS, asked)
+    assert record == wanted
+    assert [*ring.policy.state.corrections.learned] == [option]
+
+
+def test_a_count_is_booked_once_and_also_behind_the_streams_end() -> None:
+    ring = Ring()
+    ring.start()
+    ring.moved(D2)
+    ring.handle(ev.StreamResumed(A, 2))
+    ring.handle(ev.StreamEnded(A, 2))
+
+    assert only(ring.handle(ev.RowsCounted(A, 2, 144)), act.RowsLoaded).option is Option.RESTORE
+    assert ring.handle(ev.RowsCounted(A, 2, 144)) == []
+
+
+@pytest.mark.parametrize(("loaded_tokens", "option"), [(0, "recompute"), (144, "restore")])
+def test_agents_that_had_nothing_are_not_asked_again_until_they_report(
+    loaded_tokens: int, option: str
+) -> None:
+    ring = Ring()
+    ring.start()
+    ring.moved(D2)
+    count(ring, loaded_tokens)
+    ring.up(D0, epoch=2)
+
+    ring.decoding("B", 100)
+    then = only(ring.lose(D0, epoch=2, B=60), act.Recovered).option
+    ring.up(D0, epoch=3)
+    ring.report(1, share=0.9)
+    ring.now_s += 11  # It does not die at once again and again.
+    assert ring.decoding("C", 100).plan.decode == D0
+    plan = only(ring.lose(D0, epoch=3, C=60), act.Start).plan
+
+    assert then.value == option
+    assert plan.asked == ((AGENT_1,) if loaded_tokens == 0 else (AGENT_0, AGENT_1))
+
+
+def test_a_waiting_stream_loses_the_rows_that_were_not_there() -> None:
+    ring = Ring()
+    ring.start()
+    ring.moved(D2)
+    ring.policy.streams[A].produced_tokens = 60
+    waiting = ring.policy.streams[A]
+    assert {*waiting.checkpoints} == {AGENT_0, AGENT_1}
+
+    ring.policy.state.restored[StreamId("B"), 2] = RestoredRows(
+        (AGENT_0, AGENT_1), frozenset({D0}), EXPECTED_TOKENS, 0, 0.1, 0.1, 0.1
+    )
+    ring.handle(ev.RowsCounted(StreamId("B"), 2, 0))
+
+    assert waiting.checkpoints == {}
+
+
+def test_a_short_history_says_nothing_about_an_agents_rows() -> None:
+    """Rows of the last three steps may be missing everywhere."""
+    ring = Ring()
+    for number in range(3):
+        own = msgspec.structs.replace(region(f"d{number}"), row_tokens=48)
+        ring.serve(f"agent-n{number}", own, copies=copied(f"n{(number - 1) % 3}"))
+    ring.start()
+    ring.moved(D2)
+
+    assert count(ring, 0).option is Option.RECOMPUTE
+    assert not any(agent.doubted for agent in ring.policy.state.view.agents.values())
+
+
+def test_another_proxy_is_not_told_of_rows() -> None:
+    """It knows by its own reports whose rows agents have, and would take them for a checkpoint."""
+    ring = Ring()
+    ring.start()
+    ring.moved(D2)
+
+    assert ring.policy.streams[A].checkpoints
+    assert ring.policy.kept(A) == ()
+
+
+def test_incidents_show_a_restore_that_was_none() -> None:
+    ring, found = Ring(), Incidents(100)
+    ring.start()
+    ring.moved(D2)
+    losses = ev.InstanceLost(D0, 1, "killed", {A: 60})
+    found.note(0.0, None, losses, ring.actions)
+    resumed = ev.StreamResumed(A, 2, gap_s=0.3)
+    found.note(0.3, None, resumed, ring.handle(resumed))
+    counted = ev.RowsCounted(A, 2, 0)
+    found.note(0.9, None, counted, ring.handle(counted))
+
+    (incident,) = found.entries
+    (decision,) = incident.victims[A].decisions
+    assert "; 1 restore loaded less than half; " in sentence(incident)
+    assert decision.option == "recompute"
+    assert decision.way == ("recompute at d2: 0 of 144 tokens were loaded from agent-n0, agent-n1")

@@ -132,6 +132,8 @@ class Incidents:
                     decision.settled = action
                 gap_s = event.gap_s if isinstance(event, ev.StreamResumed) else None
                 self._resolve(stream, Fate.BACK, gap_s)
+            case act.RowsLoaded():
+                self._loaded(action)
             case act.GiveUp(reason=act.Reason.REFUSED):
                 self._rejected(action.stream)
             case act.GiveUp():
@@ -228,6 +230,17 @@ class Incidents:
             victim = self._hit(incident, action.stream)
         victim.decisions.append(decision)
 
+    def _loaded(self, action: act.RowsLoaded) -> None:
+        """Note what a restore has loaded; its stream may have ended."""
+        for incident in reversed(self.entries):
+            victim = incident.victims.get(action.stream)
+            for each in () if victim is None else reversed(victim.decisions):
+                decided = each.action
+                if isinstance(decided, act.Recovered) and decided.attempt == action.attempt:
+                    each.loaded = action
+                    incident.not_loaded += decided.option is not action.option
+                    return
+
     def _given_up(self, decision: RecordedDecision) -> None:
         action = decision.action
         assert isinstance(action, act.GiveUp)
@@ -281,6 +294,6 @@ _NOTED: frozenset[type[Any]] = frozenset(
         *(ev.InstanceLost, ev.HolderLost, ev.AttemptFailed, ev.SlotDenied, ev.InstanceUp),
         *(ev.HolderUp, ev.InstanceExited, ev.DrainOrdered, ev.DrainEnded, ev.LoadReported),
         ev.StreamEnded,
-        *(act.Recovered, act.Redirect, act.Settled, act.GiveUp),
+        *(act.Recovered, act.Redirect, act.Settled, act.RowsLoaded, act.GiveUp),
     }
 )

@@ -140,6 +140,19 @@ class Settled(_Action, frozen=True, gc=False):
     regret_s: float
 
 
+class RowsLoaded(_Action, frozen=True, gc=False):
+    """A record of what a restore of rows has loaded: `option` is what it is booked as. One that has
+    loaded less than half of what was expected of `asked` is booked as a recompute.
+    """
+
+    stream: StreamId
+    attempt: int
+    option: Option
+    loaded_tokens: int
+    expected_tokens: int
+    asked: tuple[InstanceId, ...]
+
+
 class Reason(StrEnum):
     NO_INSTANCE = "no_instance"
     BUSY = "busy"  # Every instance was busy for `recovery.wait_s`.
@@ -198,8 +211,19 @@ class WakeAt(_Action, frozen=True, gc=False):
     at_s: float
 
 
-AfterStart = Stay | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
+AfterStart = (
+    Stay
+    | Redirect
+    | Halt
+    | Recovered
+    | Settled
+    | RowsLoaded
+    | GiveUp
+    | Ejected
+    | Readmitted
+    | WakeAt
+)
 Action = Start | AfterStart
 
 # Actions that are shown to operators.
-Record = Redirect | Recovered | Settled | Ejected | Readmitted
+Record = Redirect | Recovered | Settled | RowsLoaded | Ejected | Readmitted

@@ -201,6 +201,16 @@ class CheckpointsReported(_Event, frozen=True):
     rows: RowsReport = NO_ROWS
 
 
+class RowsCounted(_Event, frozen=True):
+    """The target of a restore has counted the tokens whose rows it has loaded. The stream may have
+    ended.
+    """
+
+    stream: StreamId
+    attempt: int
+    loaded_tokens: int
+
+
 class Deadlines(msgspec.Struct, frozen=True):
     """Time limits of a stream; None: no limit. `ttft_s` holds until the first token,
     `recovery_gap_s` after it.
@@ -418,6 +428,7 @@ OfCluster = (
     | HolderLost
     | CheckpointsReported
     | RetentionLost
+    | RowsCounted
     | TimerFired
     | SettingsReloaded
 )

@@ -79,12 +79,17 @@ class RecordedDecision:
     new_plan: act.Plan | None
     # Result of the decision; None: no token came before the attempt or the log ended.
     settled: act.Settled | None = None
+    # Tokens that a restore of rows has loaded; None: another option, or its target has not
+    # counted them.
+    loaded: act.RowsLoaded | None = None
     retried_for: str = ""  # Cause for which the stream was decided again; empty: it was not.
     # Agents that were lost and not up again, if restore was not weighed: why it may be missing.
     agents_down: tuple[InstanceId, ...] = ()
 
     @property
     def option(self) -> str:
+        if self.loaded is not None:
+            return self.loaded.option.value
         return "given up" if isinstance(self.action, act.GiveUp) else self.action.option.value
 
     @property
@@ -101,6 +106,12 @@ class RecordedDecision:
             return f"{action.option.value} at {action.failed}"
         if plan.prefill is not None:
             return f"{action.option.value} at {plan.prefill}, to {plan.decode}"
+        if (loaded := self.loaded) is not None and loaded.option is not action.option:
+            found = f"{loaded.loaded_tokens:,} of {loaded.expected_tokens:,} tokens"
+            return (
+                f"{loaded.option.value} at {plan.decode}: {found} were loaded from "
+                f"{', '.join(loaded.asked)}"
+            )
         runs = ", ".join(map(_run, plan.runs))
         return f"{action.option.value} to {plan.decode}" + (f" from {runs}" if runs else "")
 
@@ -175,6 +186,7 @@ class Incident:
     losses: list[Loss] = field(default_factory=list)
     victims: dict[StreamId, HitStream] = field(default_factory=dict)
     fates: Counter[Fate] = field(default_factory=Counter)  # Numbers of all streams.
+    not_loaded: int = 0  # Restores that loaded less than half of what was expected.
     failed_attempts: int = 0  # Attempts that failed at the subject.
     longest_pause_s: float | None = None
     up: Moment | None = None  # Time at which a new process was up; None: not yet.
@@ -238,6 +250,8 @@ def _streams(incident: Incident) -> Iterator[str]:
         yield f"{streams}, {'all ' if count > 1 else ''}{_WORDS[fates[0][0]]}"
     else:
         yield f"{streams}: " + ", ".join(f"{n} {_WORDS[fate]}" for fate, n in fates)
+    if many := incident.not_loaded:
+        yield f"{many} {'restore' if many == 1 else 'restores'} loaded less than half"
     if (pause_s := incident.longest_pause_s) is not None:
         yield f"{'pause' if count == 1 else 'longest pause'} {pause_s:.2f} s"
 

@@ -81,6 +81,18 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     refusal: act.StreamRefusal | None = None
 
 
+class RestoredRows(msgspec.Struct, frozen=True):
+    """A restore of rows whose first token has come, and what else it would have been."""
+
+    asked: tuple[InstanceId, ...]
+    engines: frozenset[InstanceId]  # The instances whose rows were asked for.
+    expected_tokens: int
+    least_tokens: int  # A restore that expects fewer says nothing about the agents' rows.
+    raw_s: float
+    recompute_s: float | None  # The prediction, uncorrected, of a recompute; None: it had none.
+    real_s: float
+
+
 class StayDeadline(msgspec.Struct, frozen=True):
     """The time by which a re-forming instance must produce the next token of a stream that
     stays.

@@ -297,6 +297,8 @@ class Driver:
                 self.recoveries.redirected(self.streams[action.stream])
             case act.Settled():
                 self.recoveries.predicted(action)
+            case act.RowsLoaded():
+                self.recoveries.loaded(action)
             case act.Ejected():
                 extra = {
                     "instance": action.instance,

@@ -21,6 +21,9 @@ from kvrs.proxy.wire.requests import RequestContext
 log = logging.getLogger(__name__)
 
 KEPT = 1000
+# Time within which a target reports what a restore of rows has loaded: its counters are read each
+# second, and are final once no load is open there.
+_COUNTED_WITHIN_S = 10.0
 # Outcomes, in order: the first token came; the stream was decided again; the target had no slot;
 # the stream ended before.
 OUTCOMES = ("resumed", "failed", "denied", "ended")
@@ -49,6 +52,7 @@ class Recovery:
     gap_s: float | None = (
         None  # Time from the last token before to the first after; None: no earlier token.
     )
+    is_of_rows: bool = False  # The target loads rows, and reports later what it has loaded.
     source: InstanceId | None = None  # First source of fetched KV, or STORE; None: no fetch.
     outcome: str = "running"  # "running", later one of `OUTCOMES`.
     owner_epoch: int = 0
@@ -80,6 +84,7 @@ class Recovery:
             "to": self.target,
             "cause": self.cause,
             "produced_tokens": self.produced_tokens,
+            "loaded_tokens": self.loaded_tokens,
             "predicted_s": self.predicted_s,
             "others_s": " ".join(f"{option}:{_short(cost)}" for option, cost in others.items()),
             "outcome": self.outcome,
@@ -91,6 +96,10 @@ class Recovery:
             for name, value in facts.items()
             if value is not None
         }
+
+
+def _resumed_s(recovery: Recovery) -> float:
+    return recovery.decided_s + (recovery.real_s or 0.0)
 
 
 def _short(seconds: float) -> float:
@@ -115,10 +124,13 @@ class RecoveryLog:
         # has cut.
         self._lines = RowLog(log, "recovery", wall_clock)
         self.running: dict[StreamId, Recovery] = {}
+        # Restores of rows that have resumed, until it is known what they have loaded.
+        self._uncounted: deque[Recovery] = deque()
         self.entries: deque[Recovery] = deque(maxlen=KEPT)
 
     def close(self) -> None:
-        """Write the waiting lines."""
+        """Count what has resumed, and write the waiting lines."""
+        self._count_until(inf)
         self._lines.write()
 
     def decided(self, action: act.Recovered, live: OpenStream) -> None:
@@ -133,6 +145,7 @@ class RecoveryLog:
             option=action.option,
             failed=action.failed,
             target=None if plan is None else plan.decode,
+            is_of_rows=plan is not None and bool(plan.asked) and action.option is Option.RESTORE,
             source=plan.runs[0].holder if plan is not None and plan.runs else None,
             cause=action.cause,
             predicted_s=action.predicted_s,
@@ -187,6 +200,7 @@ class RecoveryLog:
         """Note the targets' reports of fetches. A report may come several times, before or after
         the first token.
         """
+        self._count_until(self._clock() - _COUNTED_WITHIN_S)
         for fetch in fetches:
             name = fetch.stream, fetch.owner_epoch, fetch.attempt
             for each in reversed(self.entries):
@@ -194,6 +208,25 @@ class RecoveryLog:
                     each.loaded_tokens = fetch.loaded_tokens
                     each.computed_tokens = fetch.computed_tokens
                     break
+
+    def loaded(self, action: act.RowsLoaded) -> None:
+        """Note what the policy has booked a restore of rows as, which is then counted."""
+        for each in [*self._uncounted]:
+            if (each.stream, each.attempt) == (action.stream, action.attempt):
+                self._uncounted.remove(each)
+                each.option = action.option
+                self._count(each)
+
+    def _count_until(self, resumed_s: float) -> None:
+        """Count the restores that resumed before this time as what they were planned as: their
+        target has not reported what it has loaded.
+        """
+        while self._uncounted and _resumed_s(self._uncounted[0]) <= resumed_s:
+            self._count(self._uncounted.popleft())
+
+    def _count(self, recovery: Recovery) -> None:
+        self._settled(recovery)
+        self._lines.add(recovery.facts())
 
     def restarted(self, restarts: Iterable[RestartReport]) -> None:
         """Note instances' reports of restarted attempts, which may come several times, like those
@@ -217,8 +250,10 @@ class RecoveryLog:
         """Note the outcome of a running recovery; do nothing for other streams."""
         if (recovery := self.running.pop(stream, None)) is not None:
             recovery.outcome = outcome
-            self._settled(recovery)
-            self._lines.add(recovery.facts())
+            if recovery.is_of_rows and outcome == "resumed":
+                self._uncounted.append(recovery)
+            else:
+                self._count(recovery)
             request, recovery.request = recovery.request, None
             if request is not None and request.trace is not None:
                 request.trace.recovered(recovery, self._clock())

@@ -123,7 +123,8 @@ async def test_what_was_loaded_is_learned_from_the_servers_counters(
     vllms: Builder, loaded_tokens: int
 ) -> None:
     """The record has it, the link's rate is measured, and what another tier reads is not counted.
-    Where nothing was found the server has computed all of it.
+    Where nothing was found the server has computed all of it, which is booked as what it was: in
+    the state, the metrics, the learned factors and the incidents.
     """
 
     def prepare(servers: Servers) -> None:
@@ -145,6 +146,13 @@ async def test_what_was_loaded_is_learned_from_the_servers_counters(
     name = "kvrs_worker_kv_bytes_total"
     assert await system.count(name, worker="d1", kind="recovery") == 256 * loaded_tokens
     assert await system.count(name, worker="d1", kind="prefix") == 0
+    state, name = await system.state(), "kvrs_recoveries_total"
+    option = "restore" if loaded_tokens else "recompute"
+    assert [row["option"] for row in state["recoveries"]] == [option]
+    assert [*state["policy"]["corrections"]] == [option]
+    for each in ("restore", "recompute"):
+        counted = await system.count(name, option=each, outcome="resumed")
+        assert counted == (each == option)
 
 
 async def test_an_agents_rows_protect_streams(vllms: Builder) -> None:
