@@ -415,6 +415,8 @@ OTHERS = (
     _of("vllm_rows", "vllm_rows", 100, "run --limit-s 6000", VLLM),
     _of("vllm_rows", "agent/vllm_rows", 10, "run --kind agent", VLLM),
     _of("vllm_rows", "nixl/vllm_rows", 40, "run --nixl", VLLM),
+    _of("vllm_rows", "ring", 15, "ring"),
+    _of("vllm_rows", "ring_of_vllm", 12, "ring --real --kills 10", VLLM),
     _of("sglang_pairs", "pairs", 60, "run --limit-s 3600", SGLANG),
     _of("sglang_pairs", "scripted", 1, "scripted"),
     _of("sglang_restore", "sglang_restore", 12, "run", SGLANG),

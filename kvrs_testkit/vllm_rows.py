@@ -165,11 +165,22 @@ def row_config(
     if len(nodes) > 1:
         document["backup"]["mode"] = "remote"
         of_nodes = document["cluster"]["nodes"]
-        for node, port in zip(of_nodes, free_ports(len(of_nodes)), strict=True):
+        for node, port in zip(of_nodes, _ports_beside(config, len(of_nodes)), strict=True):
             node["agent"]["row_port"] = port
     if model is not None:
         document["cluster"]["model"] = str(model)
     return parse_config(document)
+
+
+def _ports_beside(config: Config, count: int) -> list[int]:
+    """Free ports that the configuration does not have yet."""
+    agents = [node.agent for node in config.cluster.nodes]
+    used = {config.proxy.port, config.proxy.admin_port}
+    used |= {port for each in agents for port in (each.port, each.page_port)}
+    used |= {port for _, each in config.cluster.instances() for port in (each.port, each.page_port)}
+    while not used.isdisjoint(found := free_ports(count)):
+        pass
+    return found
 
 
 class RowServers(TierServers):
