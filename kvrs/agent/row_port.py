@@ -208,7 +208,13 @@ class _Questions:
         self._port.regions.add(EngineRegion(info, memory, ledger, self._port.tagger))
         log.info(
             "serving an engine's rows",
-            extra={"engine": info.engine, "row_count": info.rows, "row_bytes": info.row_bytes},
+            extra={
+                "engine": info.engine,
+                "row_count": info.rows,
+                "row_bytes": info.row_bytes,
+                "namespace": rows.short(info.namespace),
+                "fields": info.fields,
+            },
         )
         self._stream.send(rows.encode(RowFrame.HELD))
 

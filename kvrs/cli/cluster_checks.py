@@ -1,8 +1,9 @@
 """Cluster checks of `kvrs doctor`, on the state of a proxy."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
@@ -12,12 +13,13 @@ from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend
 from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
 from kvrs.core.fleet.tested import Continues
+from kvrs.core.model.estimates import Option
 from kvrs.errors import ConfigError
-from kvrs.protocol.instance import Role
+from kvrs.protocol.instance import Capability, Role
 
 PATIENCE_S = 5.0  # Seconds to wait until instances have started and peers are reachable.
 _ASK_AGAIN_S = 0.5
-_KEYS = ("instances", "agents", "proxies", "members")
+_KEYS = ("instances", "agents", "proxies", "members", "recoveries")
 
 Row = Mapping[str, Any]
 
@@ -80,7 +82,7 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     yield from _proxies(config, state["proxies"], answer.url)
     yield from _judged("instances", "instance", state["instances"], _OF_INSTANCES)
     yield from _engine_versions(config, state["instances"])
-    yield from _rows(config, up, state["agents"])
+    yield from _rows(config, up, state["agents"], state["recoveries"])
     yield from _judged("hand-offs", "hand-offs of", _of_each(up, "hand_offs"), _OF_HAND_OFFS)
     yield from _judged("self-tests", "self-test of", tests, _OF_SELF_TESTS)
     if up and not tests:
@@ -170,6 +172,10 @@ def _is_coming(row: Row) -> bool:
     return bool(row["health"] == "starting" and not row.get("reason"))
 
 
+def _replays(row: Row) -> bool:
+    return Capability.REPLAY.value in row["capabilities"]
+
+
 def _is_not_up(row: Row) -> bool:
     return bool(row["health"] != "up")
 
@@ -256,11 +262,20 @@ _OF_SELF_TESTS = (
         "see the log of the instance; if it was only slow, restart the proxy, which tests it again",
     ),
     _Fault(
-        lambda row: row["continues"] in (Continues.TEXT, Continues.GREEDY),
+        lambda row: row["continues"] == Continues.TEXT,
         doubtful,
         "continues: {continues}{because}",
         "exact, also sampled",
         "engines of one version, on equal GPUs, with deterministic kernels (`kvrs docs backends`)",
+    ),
+    _Fault(
+        # A replay makes sampled streams exact too.
+        lambda row: row["continues"] == Continues.GREEDY and not _replays(row),
+        doubtful,
+        "continues: {continues}{because}",
+        "exact, also sampled",
+        "for vLLM add --logits-processors kvrs.vllm.replay:Replay (`kvrs docs vllm`); an engine "
+        "that has no such processor continues sampled streams inexactly (`kvrs docs backends`)",
     ),
 )
 _OF_AGENTS = (_Fault(_is_not_up, bad, _NOT_UP, "up", "start it, or see its log"),)
@@ -323,9 +338,11 @@ _SHARING = {
 }
 
 
-def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]:
-    """Yield findings on the rows of servers that should share rows: whether agents serve them, and
-    whether they have one namespace.
+def _rows(
+    config: Config, up: list[Row], agents: list[Row], recoveries: list[Row]
+) -> Iterator[Finding]:
+    """Yield findings on the rows of servers that should share rows: what is missing; if nothing is,
+    which agents serve how many rows, and what the last restore has loaded.
     """
     if (found := _SHARING.get(config.cluster.backend)) is None:
         return
@@ -333,6 +350,12 @@ def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]
     regions = [each for row in agents for each in row.get("regions", ()) if each["is_alive"]]
     having, is_kept = {each["engine"] for each in regions}, config.backup.mode is not BackupMode.OFF
     lacking = [row["id"] for row in up if row["role"] in roles and row["id"] not in having]
+    # By server a set of namespaces, because each of its ranks may have another one.
+    meanings = {
+        frozenset(each["namespace"] for each in regions if each["engine"] == engine)
+        for engine in having
+    }
+    last = next((row for row in reversed(recoveries) if row["loaded_tokens"] is not None), None)
     if having and not is_kept:
         value = f"backup.mode is off, and agents serve rows of {', '.join(sorted(having))}"
         yield doubtful("rows", value, "local", "set backup.mode")
@@ -340,11 +363,43 @@ def _rows(config: Config, up: list[Row], agents: list[Row]) -> Iterator[Finding]
         value = f"no agent serves any of {', '.join(lacking)}"
         remedy = f"start {what}, and see its log (kvrs docs {page})"
         yield doubtful("rows", value, f"those of each {' and '.join(roles)} instance", remedy)
-    # By server a set of namespaces, because each of its ranks may have another one.
-    meanings = {
-        frozenset(each["namespace"] for each in regions if each["engine"] == engine)
-        for engine in having
-    }
     if len(meanings) > 1:
-        remedy = "see which fields differ in the log of an agent that serves both"
+        remedy = (
+            "compare the `fields` of two servers in the lines `serving an engine's rows` of the "
+            "logs of their nodes' agents"
+        )
         yield doubtful("rows", "they mean different things", "one namespace", remedy)
+    if is_kept and (alone := _without_copies(config, having)):
+        value = f"no agent copies those of {', '.join(alone)}, which a loss of the node takes along"
+        remedy = "give the agents of two nodes or more a row_port, and restart them"
+        yield doubtful("rows", value, f"copies, as backup.mode {config.backup.mode} says", remedy)
+    if last is not None and last["option"] == Option.RECOMPUTE and last["source"] is not None:
+        value = f"the last restore {_loaded(last)}"
+        remedy = f"see `kvrs incidents`, and the logs of {last['to']} and of the agents"
+        yield doubtful("restores", value, "half of it or more", remedy)
+    elif is_kept and having and not lacking and len(meanings) == 1:
+        count = sum(each["rows"] for each in regions)
+        at = ", ".join(sorted(row["id"] for row in agents if row.get("regions")))
+        said = "no restore yet" if last is None else f"the last restore {_loaded(last)}"
+        yield good("rows", f"{len(regions)} regions with {count:,} rows at {at}; {said}")
+
+
+def _without_copies(config: Config, having: Set[str]) -> list[str]:
+    """Return the servers with rows of which no other node's agent keeps a second copy, although
+    `backup.mode` asks for one.
+    """
+    if config.backup.mode not in (BackupMode.REMOTE, BackupMode.BOTH):
+        return []
+    nodes = {str(each.id): node.id for node, each in config.cluster.instances()}
+    found = (name for name in having if name in nodes)
+    return sorted(name for name in found if config.cluster.row_holder(nodes[name]) is None)
+
+
+def _loaded(row: Row) -> str:
+    """Describe what a restore has loaded, when, and where."""
+    loaded, at = row["loaded_tokens"], datetime.fromtimestamp(row["at_s"], UTC)
+    history = loaded + row["computed_tokens"]
+    return (
+        f"loaded {loaded:,} of {history:,} tokens ({row['from']} to {row['to']}, "
+        f"{at:%Y-%m-%d %H:%M:%S} UTC)"
+    )

@@ -1,5 +1,6 @@
 """An agent serves rows of living and dead engines, and never a wrong one."""
 
+import logging
 import os
 import random
 import signal
@@ -279,7 +280,10 @@ def test_rows_that_were_withdrawn_are_not_reported(agent: RowAgent, linked: RowE
 def test_fields_by_which_engines_of_one_model_differ_are_named_once(
     agent: RowAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not at each link, and not of engines with different models."""
+    """Not at each link, and not of engines with different models; each link's line has the fields,
+    which tell engines of two nodes apart.
+    """
+    caplog.set_level(logging.INFO)
     spaces = bytes(31) + b"a", bytes(31) + b"b"
     engines = [
         RowEngine(agent.path, SECRET, space, 2, 4096, {"weights": weights, "device": "x"}, model)
@@ -294,6 +298,8 @@ def test_fields_by_which_engines_of_one_model_differ_are_named_once(
         stream.send_with(engine.link._shown, rows.encode_region(engine.link._info))
         stream.expect(RowFrame.HELD)
 
+    served = [each for each in caplog.records if "serving an engine" in each.message]
+    assert [each.__dict__["fields"]["weights"] for each in served] == ["1", "2", "3", "2"]
     told = [each for each in caplog.records if "namespaces differ" in each.message]
     assert [each.__dict__["fields"] for each in told] == [["weights"]]
 

@@ -296,7 +296,10 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
     )
     assert judged(continues="none").level is Level.FAILURE
     assert judged(continues="text-stitched").level is Level.WARNING
-    assert judged(continues="exact greedy").level is Level.WARNING
+    unable = judged(continues="exact greedy", capabilities=[])
+    assert (unable.level, "kvrs.vllm.replay:Replay" in unable.remedy) == (Level.WARNING, True)
+    able = judged(continues="exact greedy", capabilities=["replay"])
+    assert able.level is Level.OK
     assert judged(done=False).level is Level.WARNING
     assert judged(moves_kv=None).level is Level.OK
     slow = judged(moves_kv=None, failures=5, cause="no answer within 60 s")

@@ -13,26 +13,46 @@ from kvrs_testkit.vllm_cluster import Builder, document
 
 async def test_the_doctor_says_whose_rows_are_served(vllms: Builder, vllm_model: str) -> None:
     def region(engine: str, namespace: str) -> dict[str, Any]:
-        return {"engine": engine, "namespace": namespace * 16, "is_alive": True}
+        return {"engine": engine, "namespace": namespace * 16, "is_alive": True, "rows": 1000}
 
     system = await vllms()
     state = await system.state()
     ports = {name: server.port for name, server in system.servers.items()}
+    restored = {"option": "restore", "loaded_tokens": 1280, "computed_tokens": 26, "at_s": 0.0}
+    restored |= {"source": "agent-n0", "from": "d0", "to": "d1"}
 
-    def rows(mode: str, *regions: dict[str, Any]) -> list[str]:
-        settings = parse_config(document(vllm_model, ports, backup={"mode": mode}))
+    def found(
+        mode: str, *regions: dict[str, Any], last: dict[str, Any] | None = None
+    ) -> list[tuple[Level, str]]:
+        written = document(vllm_model, ports, backup={"mode": mode})
+        if mode == "remote":
+            written["cluster"]["nodes"][0]["agent"]["row_port"] = 9000
+        settings = parse_config(written)
         served = {"id": "agent-n0", "health": "up", "reason": None, "regions": [*regions]}
-        answer = ProxyAnswer("http://127.0.0.1:1", state | {"agents": [served]})
-        found = [each for each in cluster_findings(settings, answer) if each.check == "rows"]
-        assert {each.level for each in found} <= {Level.WARNING}
-        return [each.value for each in found]
+        shown = state | {"agents": [served], "recoveries": [] if last is None else [last]}
+        answer = ProxyAnswer("http://127.0.0.1:1", shown)
+        checks = ("rows", "restores")
+        findings = [each for each in cluster_findings(settings, answer) if each.check in checks]
+        return [(each.level, each.value) for each in findings]
+
+    def wrong(*values: str) -> list[tuple[Level, str]]:
+        return [(Level.WARNING, value) for value in values]
 
     all_ = [region(name, "a") for name in ("p0", "d0", "d1")]
-    assert rows("local", *all_) == []
-    assert rows("off") == []
-    assert rows("off", *all_[1:]) == ["backup.mode is off, and agents serve rows of d0, d1"]
-    assert rows("local", *all_[:2]) == ["no agent serves any of d1"]
-    assert rows("local", *all_, region("d1", "b")) == ["they mean different things"]
+    works = "3 regions with 3,000 rows at agent-n0; "
+    at = "(d0 to d1, 1970-01-01 00:00:00 UTC)"
+    assert found("local", *all_) == [(Level.OK, works + "no restore yet")]
+    said = f"the last restore loaded 1,280 of 1,306 tokens {at}"
+    assert found("local", *all_, last=restored) == [(Level.OK, works + said)]
+    nothing = restored | {"option": "recompute", "loaded_tokens": 0, "computed_tokens": 1306}
+    said = f"the last restore loaded 0 of 1,306 tokens {at}"
+    assert found("local", *all_, last=nothing) == wrong(said)
+    assert found("off") == []
+    assert found("off", *all_[1:]) == wrong("backup.mode is off, and agents serve rows of d0, d1")
+    assert found("local", *all_[:2]) == wrong("no agent serves any of d1")
+    assert found("local", *all_, region("d1", "b")) == wrong("they mean different things")
+    alone = "no agent copies those of d0, d1, p0, which a loss of the node takes along"
+    assert found("remote", *all_)[0] == (Level.WARNING, alone)
 
 
 async def test_the_doctor_says_which_sglang_servers_share_nothing(
@@ -46,14 +66,14 @@ async def test_the_doctor_says_which_sglang_servers_share_nothing(
 
     def rows(ranks: dict[str, str]) -> list[str]:
         regions = [
-            {"engine": name, "namespace": rank * 16, "is_alive": True}
+            {"engine": name, "namespace": rank * 16, "is_alive": True, "rows": 1}
             for name, of in ranks.items()
             for rank in of
         ]
         served = {"id": "agent-n0", "health": "up", "reason": None, "regions": regions}
         answer = ProxyAnswer("http://127.0.0.1:1", state | {"agents": [served]})
         found = cluster_findings(settings, answer)
-        return [each.value for each in found if each.check == "rows"]
+        return [each.value for each in found if each.check == "rows" and each.remedy]
 
     assert rows(dict.fromkeys(ports, "ab")) == []
     assert rows({"d0": "ab", "p1": "ab", "d1": "ab"}) == ["no agent serves any of p0"]
