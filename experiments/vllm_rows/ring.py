@@ -46,7 +46,7 @@ PROMPT_TOKENS, TOKENS, TOKENS_OF_VLLM = (100, 500), 90, 400
 # What dies in a round, in turns: a server, two neighbours along the ring, a server with its agent.
 KINDS = ("server", "server", "two", "node")
 COUNTED_WITHIN_S = 30.0
-UP_WITHIN_S = 240.0
+UP_WITHIN_S = 600.0
 # Of kvrs in vLLM: agents and threads that are late on a busy machine are waited for.
 PATIENT = {"lookup_s": 5.0, "load_s": 20.0}
 _LOOK_S = 0.1
@@ -214,10 +214,11 @@ class Ring:
         return list(state[key])
 
 
-def configured(directory: Path, nodes: int, *, is_real: bool) -> Config:
+def configured(directory: Path, nodes: int) -> Config:
+    """Return the configuration of a ring. Servers are not tested: only loads count here."""
     names = {f"n{number}": [f"d{number}"] for number in range(nodes)}
     config = row_config(directory, names)
-    proxy = {"self_test": is_real, "load_interval_s": 0.1}
+    proxy = {"self_test": False, "load_interval_s": 0.1}
     policy = {"name": PolicyName.ALWAYS_RESTORE}
     return config.model_copy(
         update={
@@ -239,7 +240,7 @@ async def measured(ring: Ring, moves: int, kills: int, limit_s: float) -> None:
 
 def run(options: argparse.Namespace, nodes: int) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
-        config = configured(Path(directory), nodes, is_real=options.real)
+        config = configured(Path(directory), nodes)
         servers: EngineServers = (
             TierServers(config, os.environ[PYTHON_ENV])
             if options.real
