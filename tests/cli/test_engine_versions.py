@@ -23,7 +23,8 @@ def findings(backend: str, **versions: str | None) -> list[Finding]:
         | {"engine_version": version}
         for name, version in versions.items()
     ]
-    state: dict[str, Any] = {"instances": instances, "agents": [], "members": [], "proxies": []}
+    state: dict[str, Any] = {"instances": instances, "agents": [], "members": [], "recoveries": []}
+    state["proxies"] = []
     config = parse_config(
         {"cluster": {"backend": backend, "nodes": [{"id": "n0", "instances": DECODE}]}}
     )
