@@ -37,7 +37,7 @@ from kvrs_testkit.processes import ForkedProcesses
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_vllm import PAGE
 from kvrs_testkit.vllm_rows import TierServers, row_config
-from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV
+from kvrs_testkit.vllm_servers import PAGE_TOKENS
 
 BAR = 0.95  # Of full rows that are not late: the share that is loaded, in each ring.
 LATE_STEPS = 3
@@ -242,9 +242,7 @@ def run(options: argparse.Namespace, nodes: int) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
         config = configured(Path(directory), nodes)
         servers: EngineServers = (
-            TierServers(config, os.environ[PYTHON_ENV])
-            if options.real
-            else TieredVllms(config, sys.executable)
+            TierServers(config) if options.real else TieredVllms(config, sys.executable)
         )
         with servers:
             if isinstance(servers, TierServers):
