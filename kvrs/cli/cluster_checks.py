@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
+from math import inf
 from typing import Any
 
 import kvrs
@@ -19,6 +20,7 @@ from kvrs.protocol.instance import Capability, Role
 
 PATIENCE_S = 5.0  # Seconds to wait until instances have started and peers are reachable.
 _ASK_AGAIN_S = 0.5
+_STARVED_SHOWN_S = 600.0  # Time for which a spell of starvation is shown after its end.
 _KEYS = ("instances", "agents", "proxies", "members", "recoveries")
 
 Row = Mapping[str, Any]
@@ -116,6 +118,7 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
     if versions != {kvrs.__version__}:
         value = f"the proxy is kvrs {', '.join(sorted(versions))}, here is {kvrs.__version__}"
         yield doubtful("version", value, "the same version everywhere", "restart what is older")
+    yield from filter(None, map(_starved, rows))
     # Not compared with workers, whose configurations are derived from the file.
     if config.proxy.workers == 1:
         yield _digest(config, rows[0])
@@ -129,6 +132,17 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
         yield bad("peers of the proxy", value, "all up", remedy)
     elif peers:
         yield good("peers of the proxy", f"{len(peers)} of {len(peers)} up")
+
+
+def _starved(row: Mapping[str, Any]) -> Finding | None:
+    """Say that the proxy's own event loop is late, or was a moment ago."""
+    starved = row.get("starved")
+    if starved is None or (not starved["now"] and (starved["ago_s"] or inf) > _STARVED_SHOWN_S):
+        return None
+    when = "now" if starved["now"] else f"{starved['ago_s']:.0f} s ago"
+    value = f"{row['id']} is starved ({when}, {starved['late_s']:.1f} s late): it hears late"
+    remedy = "give it more CPU: a higher limit of its pod, a core of its own, proxy.workers"
+    return doubtful("CPU of the proxy", value, "an event loop that runs on time", remedy)
 
 
 def _digest(config: Config, row: Mapping[str, Any]) -> Finding:

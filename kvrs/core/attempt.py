@@ -18,7 +18,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.core.fleet.silence import GIVEN_UP_TOGETHER_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
@@ -65,7 +65,7 @@ class CallFault(Enum):
         is_of_request = self in (CallFault.NOT_A_NUMBER, CallFault.DIFFERS)
         if has_waited or self.kind.is_refusal or is_of_request:
             return 0.0
-        return EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S
+        return GIVEN_UP_TOGETHER_S if is_given_up else LOST_TOGETHER_S
 
 
 class Attempt(Generic[S]):

@@ -40,6 +40,7 @@ from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.wire.watchdog import lateness
 
 log = logging.getLogger(__name__)
 
@@ -294,7 +295,8 @@ class Proxy:
             "version": __version__,
         }
         tenants = {"tenants": parts.tenants.describe()}
-        return identity | self.reloads.describe() | parts.mirror.describe() | tenants
+        starved = {"starved": lateness().describe(asyncio.get_running_loop().time())}
+        return identity | self.reloads.describe() | parts.mirror.describe() | tenants | starved
 
     async def _listen(self, routes: Routes, key: str, keys: Sequence[ScopedKey] = ()) -> int:
         port = inner_server(

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from kvrs.core.attempt import Attempt, CallFault
-from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.core.fleet.silence import GIVEN_UP_TOGETHER_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import StayDeadline
@@ -108,7 +108,7 @@ def test_a_fault_is_reported_when_the_loss_of_the_whole_instance_may_be_known(
 
 
 def test_an_instance_that_is_given_up_ends_its_attempts_itself() -> None:
-    assert CallFault.LOST.delay_s(is_given_up=True) == EVENT_LOOP_STALL_S
+    assert CallFault.LOST.delay_s(is_given_up=True) == GIVEN_UP_TOGETHER_S
 
 
 def test_the_hand_off_is_blamed_before_the_first_token_only() -> None:

@@ -25,15 +25,15 @@ SHORTEST_SUSPICION_S = 0.5
 # A source is silent after this many of its usual intervals, so a source ten times as slow as before
 # is not silent.
 USUAL_INTERVALS = 20
-# A look at a timer that is this late was delayed by a stall of this process's own event loop.
-EVENT_LOOP_STALL_S = 0.25
 # Multiple of the predicted prefill that a prompt may take, and the factor on the whole wait if the
 # prediction is a guess or an estimate.
 _PREFILLS = 2.0
 _GUESS = 4.0
 # A killed process resets all its sockets at once, but they are read one by one: wait this long for
-# news of the whole instance's end, so that all its victims are decided together.
+# news of the whole instance's end, so that all its victims are decided together. The end of an
+# instance that is being given up for silence may take a turn of a busy event loop.
 LOST_TOGETHER_S = 0.002
+GIVEN_UP_TOGETHER_S = 0.25
 
 
 def silent_after_s(usual_s: float, longest_s: float) -> float:
@@ -46,11 +46,10 @@ class SilenceTimer:
     """Notices silence with one timer that is re-armed when it fires, not per token."""
 
     heard_s: float
-    next_s: float = inf  # Time of the next look, set by the first look.
 
-    def stalled(self, late_s: float, now_s: float) -> None:
-        """Leave a pause of this process, in which it could hear nothing, out of the silence."""
-        self.heard_s = min(now_s, self.heard_s + late_s)
+    def excused(self, excused_s: float, now_s: float) -> None:
+        """Leave time out of the silence that this process's own lateness excuses."""
+        self.heard_s = min(now_s, self.heard_s + excused_s)
 
     def may_be_suspected(self, now_s: float) -> bool:
         """Return whether the silence has lasted longer than a healthy process may wait
@@ -63,16 +62,11 @@ class SilenceTimer:
 
         Looks are at most SHORTEST_SILENCE_S apart, because the limit may become shorter.
         """
-        # Restart the timeout after a stall of this process's own event loop: unread news may be
-        # waiting.
-        if now_s - self.next_s > EVENT_LOOP_STALL_S:
-            self.heard_s = now_s
         if now_s >= self.heard_s + limit_s:
             if not is_excused():
                 return None
             self.heard_s = now_s
-        self.next_s = min(self.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
-        return self.next_s
+        return min(self.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
 
 
 @dataclass(slots=True)

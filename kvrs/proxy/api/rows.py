@@ -333,6 +333,13 @@ PROXY = {
         lambda state: sum(health != "up" for health in _of_proxy("peers")(state).values()),
         "Other proxies, workers of this one included, where no stream can be resumed now.",
     ),
+    "kvrs_proxy_starved": Row(
+        _of_proxy("starved.now"),
+        "1 while the proxy's own event loop is so late that silence blames no process, else 0.",
+    ),
+    "kvrs_proxy_starved_spells_total": Row(
+        _of_proxy("starved.spells"), "Spells in which the proxy's own event loop was late."
+    ),
     "kvrs_tokenizer_missing": Row(
         _of_proxy("lacks_tokenizer"),
         "1 while streams are continued inexactly for want of a tokenizer.json, else 0.",

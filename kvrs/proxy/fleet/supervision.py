@@ -1,10 +1,12 @@
-"""Function that restarts a task after a bug, and the kinds of such tasks."""
+"""Functions that restart a task after a bug, and that watch the own event loop's lateness."""
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
+
+from kvrs.proxy.wire.watchdog import lateness
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +29,21 @@ class TaskKind(StrEnum):
 
 
 async def observe_lag(observe: Callable[[float], None]) -> None:
-    """Measure how late the event loop runs, and report each delay in seconds to `observe`, until
-    cancelled.
+    """Measure how late the event loop runs, report each delay in seconds to `observe`, and log each
+    spell of starvation once, until cancelled.
     """
-    clock = asyncio.get_running_loop().time
+    clock, own = asyncio.get_running_loop().time, lateness()
+    spells = own.spells
     while True:
         due_s = clock() + _LAG_INTERVAL_S
         await asyncio.sleep(_LAG_INTERVAL_S)
-        observe(max(0.0, clock() - due_s))
+        now_s = clock()
+        observe(max(0.0, now_s - due_s))
+        own.looked(due_s, now_s)
+        if own.spells > spells:
+            spells = own.spells
+            late_s = round(own.spell_late_s, 3)
+            log.warning("starved: silence is held against no process", extra={"late_s": late_s})
 
 
 async def keep_running(

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
@@ -35,6 +34,7 @@ from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.peer import Peer
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import WholeReader
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,9 @@ class ProxyPeer(Peer):
             UpstreamError: the connection has ended, or the peer is silent.
         """
         async with self.watch(PATH, _REPORT_S, Hello) as reports:
-            with suppress(TimeoutError):
-                while True:
-                    async with asyncio.timeout(_SILENT_S):
-                        hello = await anext(reports)
+            with suppress(SilentError), Watchdog(lambda *_: _SILENT_S) as watchdog:
+                async for hello in reports:
+                    watchdog.heard()
                     heard(self._checked(hello))
 
     async def mirror(self, updates: list[Update], sent: list[SentPrompt]) -> BatchAnswer:
@@ -113,26 +112,16 @@ class ProxyPeer(Peer):
         return await self._ask(f"{PATH}/drain", order, Hello)
 
     async def claim(self, claim: Claim) -> ClaimAnswer:
-        return await self._ask(f"{PATH}/claim", claim, ClaimAnswer, retry=False)
+        return await self._ask(f"{PATH}/claim", claim, ClaimAnswer)
 
-    async def _ask(
-        self,
-        path: str,
-        message: msgspec.Struct,
-        kind: type[Answer],
-        *,
-        retry: bool = True,
-    ) -> Answer:
-        body, sent_s = msgspec.msgpack.encode(message), time.monotonic()
+    async def _ask(self, path: str, message: msgspec.Struct, kind: type[Answer]) -> Answer:
+        body = msgspec.msgpack.encode(message)
         timeout_s = _TIMEOUT_S + len(body) / _SLOWEST_BYTES_PER_S
         try:
-            async with asyncio.timeout(timeout_s):
+            # Time in which this process itself was late says nothing about the peer.
+            with Watchdog(lambda *_: timeout_s):
                 status, raw = await self._post(path, body)
-        except TimeoutError:
-            # After much more time than the limit this process was paused, and the timeout says
-            # nothing about the peer.
-            if retry and time.monotonic() > sent_s + timeout_s + _TIMEOUT_S:
-                return await self._ask(path, message, kind, retry=False)
+        except SilentError:
             raise UpstreamError(f"no answer to {path} within {timeout_s:.1f} s") from None
         if status != 200:
             raise UpstreamError(f"HTTP {status} for {path}: {raw[:200].decode(errors='replace')}")

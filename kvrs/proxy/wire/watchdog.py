@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
+from kvrs.core.fleet.lateness import Lateness
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # Interval of the timer's ticks, and so the longest delay of a watchdog's look.
 _LAG_S = 0.05  # Shortest stall of the event loop that is noticed.
 _PATIENT_LAG_S = 0.25  # Shortest stall that is noticed if all watchdogs are patient.
-_STOP_S = 1.0  # Stall from which on the process counts as paused, not only busy.
 # Time from a block's start to the first look: most calls have been answered by then.
 _FIRST_LOOK_S = 0.1
 
@@ -35,11 +35,7 @@ class _TimerWheel:
         self._ticks: list[int] = []  # Ticks that are keys of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
-        # Sum of the delays of the event loop's timers since its start: a process without a CPU
-        # hears nothing meanwhile.
-        self.lag_s = 0.0
-        # Start and end of the last pause of this process; None: no pause yet.
-        self._stop: tuple[float, float] | None = None
+        self.lateness = Lateness(loop.time())  # A process without a CPU hears nothing meanwhile.
 
     def add(self, watchdog: "Watchdog", at_s: float) -> int:
         """Schedule a watchdog's look for this time or slightly later; return the tick."""
@@ -70,9 +66,7 @@ class _TimerWheel:
     def _look(self) -> None:
         self._timer = None
         now_s = self._loop.time()
-        self.lag_s += max(0.0, now_s - self._timer_s)
-        if now_s - self._timer_s > _STOP_S:
-            self._stop = self._timer_s - _LAG_S, now_s
+        self.lateness.looked(self._timer_s, now_s)
         # A timer may fire slightly early. Watchdogs that look too early look again at the same
         # tick, so all due ones are taken before the first looks.
         due = []
@@ -85,16 +79,19 @@ class _TimerWheel:
         if self._ticks and self._timer is None:
             self._arm()
 
+    def note_lateness(self, now_s: float) -> None:
+        """Note the delay of a timer that is due and has not fired yet: after a pause other
+        callbacks may run first.
+        """
+        if self._timer is not None and now_s > self._timer_s:
+            self.lateness.looked(self._timer_s, now_s)
+
     def awake_since_s(self) -> float:
         """Return the time since which the process runs: now, or the start of a pause that has just
         ended.
         """
-        now_s = self._loop.time()
-        if self._timer is not None and now_s - self._timer_s > _STOP_S:
-            return self._timer_s - _LAG_S
-        if self._stop is not None and now_s - self._stop[1] < _STOP_S:
-            return self._stop[0]
-        return now_s
+        due_s = None if self._timer is None else self._timer_s
+        return self.lateness.awake_since_s(due_s, self._loop.time())
 
 
 _wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDictionary()
@@ -102,13 +99,13 @@ _wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDict
 
 class Watchdog:
     """A block that must call `heard()` within `limit_s(heard_s, now_s)`, except while `paused()`;
-    otherwise leaving it raises SilentError. The own event loop's lag does not count as silence; a
-    patient watchdog, with a limit of seconds, ignores short stalls. (Like `asyncio.timeout`,
-    without its timer and coroutines.)
+    otherwise leaving it raises SilentError. Time that the lateness of the own event loop excuses
+    is no silence (`lateness.py`); a patient watchdog, with a limit of seconds, ignores short
+    stalls. (Like `asyncio.timeout`, without its timer and coroutines.)
     """
 
     __slots__ = (
-        *("_before", "_cancelling", "_is_over", "_is_patient", "_lag_s", "_limit_s", "_loop"),
+        *("_before", "_cancelling", "_excused_s", "_is_over", "_is_patient", "_limit_s", "_loop"),
         *("_paused", "_task", "_tick", "_wheel", "exceeded_s", "has_expired", "silence"),
     )
 
@@ -125,10 +122,9 @@ class Watchdog:
         self._limit_s = limit_s
         self._paused = paused
         self.silence = silence or SilenceTimer(self._loop.time())
-        if (wheel := _wheels.get(self._loop)) is None:
-            wheel = _wheels[self._loop] = _TimerWheel(self._loop)
-        self._wheel = wheel
-        self._lag_s = wheel.lag_s  # Value of `wheel.lag_s` at the last look.
+        self._wheel = _wheel_of(self._loop)
+        # Value of `Lateness.excused_s` at the last look.
+        self._excused_s = self._wheel.lateness.excused_s
         self._tick: int | None = None  # Tick of the next look; None: no look is scheduled.
         self._is_over = False
         self.has_expired = False
@@ -144,8 +140,7 @@ class Watchdog:
         self._before = self._wheel.blocks.get(task)
         self._wheel.blocks[task] = self
         self._wheel.patient += self._is_patient
-        self.silence.next_s = self._loop.time() + _FIRST_LOOK_S
-        self._tick = self._wheel.add(self, self.silence.next_s)
+        self._tick = self._wheel.add(self, self._loop.time() + _FIRST_LOOK_S)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -169,9 +164,8 @@ class Watchdog:
 
     def look(self) -> None:
         """End the block if the limit has passed; otherwise schedule the next look."""
-        now_s, lag_s = self._loop.time(), self._wheel.lag_s
-        self.silence.stalled(lag_s - self._lag_s, now_s)
-        self._lag_s = lag_s
+        now_s = self._loop.time()
+        self._excuse(now_s)
         limit_s = self._limit_s(self.silence.heard_s, now_s)
         next_s = self.silence.look(now_s, limit_s, self._paused)
         if next_s is None:
@@ -186,11 +180,19 @@ class Watchdog:
             self._tick = None
             self.look()
 
+    def _excuse(self, now_s: float) -> None:
+        """Leave the time out of the silence that the own event loop's lateness excuses."""
+        self._wheel.note_lateness(now_s)
+        excused_s = self._wheel.lateness.excused_s
+        self.silence.excused(excused_s - self._excused_s, now_s)
+        self._excused_s = excused_s
+
     def expire_if_silent(self) -> bool:
         """End the block now, as if the limit had passed, unless something was heard just before;
         return whether it ends.
         """
         now_s = self._loop.time()
+        self._excuse(now_s)
         if not self.silence.may_be_suspected(now_s):
             return False
         self.exceeded_s = self.exceeded_s or now_s - self.silence.heard_s
@@ -205,6 +207,17 @@ class Watchdog:
         if not self._is_over and not self.has_expired:
             self.has_expired = True
             self._task.cancel()
+
+
+def _wheel_of(loop: asyncio.AbstractEventLoop) -> _TimerWheel:
+    if (wheel := _wheels.get(loop)) is None:
+        wheel = _wheels[loop] = _TimerWheel(loop)
+    return wheel
+
+
+def lateness() -> Lateness:
+    """Return the lateness of the running event loop."""
+    return _wheel_of(asyncio.get_running_loop()).lateness
 
 
 def awake_since_s() -> float:

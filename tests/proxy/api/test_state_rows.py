@@ -28,6 +28,7 @@ STATE = {
             "waiting": 0,
             "unprotected": 0,
             "lacks_tokenizer": False,
+            "starved": {"now": False, "spells": 0, "late_s": 0.0, "ago_s": None},
             "last_reload_succeeded": True,
             "peers": {"proxy-1": "down"},
         }

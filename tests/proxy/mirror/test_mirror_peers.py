@@ -25,6 +25,7 @@ from kvrs.proxy.mirror.peers import PATH, ProxyPeer
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs_testkit.ports import client_of, serving
 from kvrs_testkit.scripted import SECRET
+from kvrs_testkit.virtual_time import virtual_loop
 
 
 async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,25 @@ async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> 
             await peer.mirror([_update(10)], [])
 
     assert answer.acks == [UpdateAck(AckStatus.STORED, 1)]
+
+
+async def test_time_in_which_this_process_was_late_does_not_count_against_a_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proxy without a CPU would take all its peers for lost, and their streams over."""
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.2)
+
+    async def take(_: Request) -> Response:
+        virtual_loop().stall(0.35)
+        await asyncio.sleep(0.01)
+        return Response(body=msgspec.msgpack.encode(BatchAnswer("b-1", [])))
+
+    routes = Routes()
+    routes.add("POST", PATH, take)
+    async with serving(routes) as url, EngineLinks(Access()) as links:
+        answer = await ProxyPeer(links, "a", "b", url).mirror([], [])
+
+    assert answer.run == "b-1"
 
 
 def _update(size_bytes: int) -> Update:
