@@ -80,6 +80,7 @@ class ScriptedSglang(ScriptedServer):
     hides_kv: bool = False  # It counts none of it.
     legs: int = 0  # Open ones.
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
+    fails_loads: bool = False  # Its `/v1/loads` are HTTP 500.
     computed: float = 0.0
     replays: bool = False  # Its flags say that it has `kvrs/sglang/replay.py`.
     reused_tokens: int = 0  # Of each prompt, that its prefix cache is to have had.
@@ -146,6 +147,8 @@ class ScriptedSglang(ScriptedServer):
         return _json({"data": [model]})
 
     async def _loads(self, _: Request) -> Response:
+        if self.fails_loads:
+            return Response(500)
         load = {
             "num_running_reqs": self.legs,
             "num_waiting_reqs": 0,

@@ -214,6 +214,13 @@ _OF_INSTANCES = (
         "make what listens at {url} what the configuration names; it is looked at every second",
     ),
     _Fault(_is_not_up, bad, _NOT_UP, "up", "start it at {url}, or see its log"),
+    _Fault(
+        lambda row: row.get("failing"),
+        doubtful,
+        "up, but the proxy's questions fail: {failing}",
+        "answers to all questions of its watch",
+        "see its log; what each failure costs is in `kvrs docs failures`",
+    ),
 )
 _OF_HAND_OFFS = (
     _Fault(
@@ -318,7 +325,9 @@ def _judged(check: str, one: str, rows: list[Row], faults: Iterable[_Fault]) -> 
         yield good(check, f"{len(rows)} of {len(rows)} well")
     for row, fault in wrong:
         because = row.get("reason") or row.get("cause")
-        named = {key: ", ".join(it) if isinstance(it, list) else it for key, it in row.items()}
+        named = {
+            key: ", ".join(it) if isinstance(it, list | dict) else it for key, it in row.items()
+        }
         named["because"] = f" ({because})" if because else ""
         value, remedy = fault.value.format(**named), fault.remedy.format(**named)
         yield fault.find(f"{one} {row['id']}", value, fault.allowed, remedy)

@@ -23,6 +23,7 @@ from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, Replays
 from kvrs.core.fleet.self_tests import SelfTests
+from kvrs.core.fleet.signs import has_figures
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.fleet.weights import Choice
 from kvrs.core.model import actions as act
@@ -466,7 +467,7 @@ class Control(Generic[S]):
         is_new_store = report.store != ("" if known.load is None else known.load.store)
         known.load = report
         known.reported_s = now_s
-        progress = report.progress, report.free_pages
+        progress = (report.progress, report.free_pages) if has_figures(report) else None
         self.progress.delivered[known.id].reported(progress, now_s)
         member, waiting = self.policy.members.get(known.id), self.policy.has_waiting
         has_peers = self._has_peers

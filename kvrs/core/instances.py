@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import assert_never
 
 from kvrs.core import kv_locations, starter, staying, steps
+from kvrs.core.fleet.signs import takes_requests
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import have_roles_of
 from kvrs.core.model.lifecycle import InstanceLeft, Stage
@@ -65,6 +66,9 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     member, report = state.view.members.get(event.instance), event.report
     if member is None or report.epoch != member.epoch:
         return
+    if member.is_unwell is takes_requests(report):
+        member.is_unwell = not member.is_unwell
+        starter.place_idle(state, now_s)
     if report.draining:
         _drain(state, member, event.produced_tokens, now_s)
     if changes_ranks(member, report, now_s):

@@ -13,14 +13,16 @@ with `now_s` what comes of them. `kvrs/proxy/watch/watcher.py` is that shell.
 | `reported` in the epoch that was met   | it is up, if nothing is left that must drain first     |
 | `reported` in another epoch            | IDENTIFY: it was restarted, or another proxy fenced it |
 | `reported` with other ranks            | SHAPE                                                  |
-| no report for `limit_s`                | `ended` as silent                                      |
+| `reported` with failed questions       | what `kvrs/core/fleet/signs.py` says: `End`, nothing,  |
+|                                        | or as any report                                       |
+| no report and no token for `limit_s`   | `ended` as silent                                      |
 | `ended`                                | what was up is lost; a pause; `connects`               |
 """
 
 from abc import ABC, abstractmethod
 from enum import Enum, StrEnum, auto
 from math import inf
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 import msgspec
 
@@ -31,6 +33,7 @@ from kvrs.core.fleet.known import (
     overdue_after_s,
 )
 from kvrs.core.fleet.names import listed_names
+from kvrs.core.fleet.signs import TOKENS_S, Consequence, worst
 from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
@@ -79,6 +82,13 @@ class End(msgspec.Struct, frozen=True):
 
     cause: str
     death: DeathCause
+
+
+class Sign(Enum):
+    """Signs of a process's life that its reports give."""
+
+    ALIVE = auto()
+    SILENT = auto()  # The process has left its questions unanswered.
 
 
 class WatchNote(Enum):
@@ -196,6 +206,8 @@ class Watch(ABC, Generic[Known, Info, Report]):
         info = self._info
         if session != self.session or info is None:
             return None
+        if (verdict := self._judge(report, now_s)) is not Sign.ALIVE:
+            return verdict if isinstance(verdict, End) else None
         self.silence.heard_s = self._reported_s = now_s
         if self._unmet is not None:
             self._unmet = report
@@ -209,9 +221,16 @@ class Watch(ABC, Generic[Known, Info, Report]):
         """Note a heartbeat, the only sign of life while the event loop stalls."""
         self.known.beat_s = now_s
 
+    def note_tokens(self) -> None:
+        """Note that tokens of the process have arrived, which are signs of life as reports are."""
+        tokens_s = self._tokens_s()
+        self.silence.heard_s = max(self.silence.heard_s, tokens_s)
+        self._reported_s = max(self._reported_s, tokens_s)
+
     def limit_s(self, now_s: float) -> float:
         """Return how long the process may be silent at present."""
         assert self._info is not None
+        self.note_tokens()
         return self._limits.silence_s(
             is_gossiped_dead=self._shell.is_gossiped_dead(self._info.epoch),
             beats_for_s=self.known.beat_s - self._reported_s,
@@ -276,6 +295,14 @@ class Watch(ABC, Generic[Known, Info, Report]):
     @abstractmethod
     def _lose(self, cause: str, now_s: float) -> None: ...
 
+    def _judge(self, report: Report, now_s: float) -> Sign | End:
+        """Return what the report says of the process's life."""
+        return Sign.ALIVE
+
+    def _tokens_s(self) -> float:
+        """Return the time of the process's last token; -inf: it sends none."""
+        return -inf
+
     def _must_be_fenced(self, info: Info) -> bool:
         return False
 
@@ -313,6 +340,26 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         if fault is not None:
             control.instances.refused(self.known, info)
         return fault
+
+    def _judge(self, report: LoadReport, now_s: float) -> Sign | End:
+        if not report.failing:
+            return Sign.ALIVE
+        has_tokens = now_s - self._tokens_s() < TOKENS_S
+        found, cause = worst(report, has_tokens=has_tokens)
+        match found:
+            case Consequence.DEAD:
+                return End(cause, DeathCause.FAILED)
+            case Consequence.UNUSABLE:
+                return End(cause, DeathCause.UNUSABLE)
+            case Consequence.SILENT:
+                return Sign.SILENT
+            case Consequence.NONE | Consequence.NO_FIGURES | Consequence.NO_REQUESTS:
+                return Sign.ALIVE
+            case _:
+                assert_never(found)
+
+    def _tokens_s(self) -> float:
+        return self._control.progress.delivered[self.known.id].last_s
 
     def _must_be_fenced(self, info: InstanceInfo) -> bool:
         return self.known.must_be_fenced(info)

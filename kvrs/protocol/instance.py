@@ -245,6 +245,34 @@ class FetchReport(msgspec.Struct, frozen=True):
     computed_tokens: Natural
 
 
+class WatchQuestion(StrEnum):
+    """Questions that a proxy asks a stock engine as it watches it: paths, and what they do not say
+    (`kvrs/core/fleet/signs.py`).
+    """
+
+    HEALTH = "/health"
+    METRICS = "/metrics"
+    MODELS = "/v1/models"
+    ENGINES = "/fault_tolerance/status"
+    LOADS = "/v1/loads"
+    READY = "/ready"
+    PROCESS = "process"  # Is the process still the one that was identified?
+
+
+class Fails(StrEnum):
+    """Kinds of failed questions."""
+
+    ERROR = "error"  # A status of 500 or above.
+    LATE = "late"  # No answer in time.
+    LOST = "lost"  # The connection was refused, or ended without an answer.
+    OTHER = "other"  # The answer of another server, or one that cannot be read.
+
+
+class FailedQuestion(msgspec.Struct, frozen=True):
+    by: Fails
+    cause: str
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """Answer of `GET /kvrs/v1/load`, and each line of `GET /kvrs/v1/load?watch=SECONDS`
     (newline-delimited JSON).
@@ -300,6 +328,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     # Rises with each computed token or step, so that a stall shows; 0: not counted.
     progress: float = 0.0
     total_pages: Natural = 0  # KV pages that the engine has; 0: not reported.
+    # Questions of the watch that a stock engine fails now; engines of kvrs are not asked.
+    failing: dict[WatchQuestion, FailedQuestion] = {}
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -96,7 +96,7 @@ class SimFleet:
     def suspect(self, name: InstanceId) -> None:
         """Take a process for lost after a silent attempt, unless it reports."""
         end_watch = self.end_watch.get(name)
-        if end_watch is not None and not self.control.instances.is_reporting(name, self.clock()):
+        if end_watch is not None and not self.control.progress.is_heard(name, self.clock()):
             end_watch()
 
     def die(self) -> None:

@@ -29,10 +29,13 @@ from kvrs.protocol.instance import (
     AgentInfo,
     AgentReport,
     Capability,
+    FailedQuestion,
+    Fails,
     InstanceInfo,
     LoadReport,
     ModelNames,
     RankInfo,
+    WatchQuestion,
 )
 from tests.core.test_core import D0, D1, Driver
 
@@ -325,6 +328,39 @@ def test_gossip_and_heartbeats_set_how_long_a_process_may_be_silent() -> None:
 
     assert limits_s == [5.0, 5.0, 1.0, 4.0]
     assert alone_s == 10.0
+
+
+def test_tokens_are_signs_of_life_as_reports_are() -> None:
+    """An instance whose reports stop while its streams go on is not silent."""
+    watched = Watched()
+    watched.meet(now_s=10.0)
+    watched.report(now_s=10.0)
+    silence = watched.watch.silence
+
+    watched.control.progress.delivered[D0].last_s = 14.0
+    assert silence.look(18.9, watched.watch.limit_s(18.9), lambda: False) is not None
+    assert silence.look(19.1, watched.watch.limit_s(19.1), lambda: False) is None
+
+
+def test_a_report_that_says_that_health_is_not_answered_is_no_sign_of_life() -> None:
+    """Its figures may have been read before the process hung. While tokens come it counts, and the
+    instance gets nothing new.
+    """
+    watched = Watched()
+    watched.meet(now_s=10.0)
+    watched.report(now_s=10.0)
+    late = {WatchQuestion.HEALTH: FailedQuestion(Fails.LATE, "late")}
+
+    nothing = watched.report(now_s=12.0, failing=late)
+    silent_since_s = watched.watch.silence.heard_s
+    watched.control.progress.delivered[D0].last_s = 12.5
+    watched.report(now_s=13.0, failing=late)
+
+    assert (nothing, silent_since_s) == (None, 10.0)
+    assert watched.watch.silence.heard_s == 13.0
+    assert watched.control.policy.members[D0].is_unwell
+    watched.report(now_s=13.5)
+    assert not watched.control.policy.members[D0].is_unwell
 
 
 inputs = st.lists(

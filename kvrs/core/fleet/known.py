@@ -135,9 +135,11 @@ class Instances:
         """Agents to which the instance sends checkpoints; none if it cannot send them."""
         return plan.places if self.known[instance].checkpoints else ()
 
-    def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
-        """Return whether the instance's last report is not overdue."""
-        return now_s - self.known[instance].reported_s < self._overdue_s
+    def is_reporting(self, instance: InstanceId, now_s: float, token_s: float = -inf) -> bool:
+        """Return whether the instance's last report is not overdue; `token_s` is the time of its
+        last token, if tokens count as reports.
+        """
+        return now_s - max(self.known[instance].reported_s, token_s) < self._overdue_s
 
     def is_stalled(self, instance: InstanceId, now_s: float) -> bool:
         """Return whether the process sends heartbeats while its event loop sends no reports."""

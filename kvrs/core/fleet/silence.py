@@ -79,9 +79,11 @@ class Delivered:
     # Time when a stream was last given up for silence between two tokens.
     stood_still_s: float = -inf
 
-    def reported(self, progress: tuple[float, int], now_s: float) -> None:
-        """Count a load report as a sign of progress if its progress has changed."""
-        if self.report is not None and progress != self.report:
+    def reported(self, progress: tuple[float, int] | None, now_s: float) -> None:
+        """Count a load report as a sign of progress if its progress has changed. None: the report
+        has no figures.
+        """
+        if self.report is not None and progress is not None and progress != self.report:
             self.last_s = max(self.last_s, now_s)
         self.report = progress
 
@@ -115,15 +117,17 @@ class InstanceProgress:
         calls; infinite: none can now. Instances that were paused together wake one by one, so
         earlier silence does not count.
         """
-        if not self._policy.has_others(
-            instance, lambda other: self._instances.is_reporting(other, now_s)
-        ):
+        if not self._policy.has_others(instance, lambda other: self.is_heard(other, now_s)):
             self._others_since_s[instance] = inf
             return inf
         since_s = self._others_since_s.get(instance, -inf)
         if since_s == inf:
             since_s = self._others_since_s[instance] = now_s
         return since_s
+
+    def is_heard(self, instance: InstanceId, now_s: float) -> bool:
+        """Return whether the instance has just reported or delivered tokens."""
+        return self._instances.is_reporting(instance, now_s, self.delivered[instance].last_s)
 
     def is_alone(self, instance: InstanceId, now_s: float) -> bool:
         """Return whether no other instance could take this instance's streams now."""

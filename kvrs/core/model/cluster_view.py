@@ -296,7 +296,7 @@ class ClusterView:
     def takes_start(self, member: Member) -> bool:
         """Return whether the instance's recent answers allow a new request."""
         health = member.answers
-        if member.is_doubted:
+        if member.is_doubted or member.is_unwell:
             return False
         # After its pause, a closed instance gets one probe at a time.
         if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):

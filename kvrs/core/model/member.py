@@ -227,6 +227,8 @@ class Member:
     # Its weights are not the right ones, or not known while others are (`fleet/weights.py`): it
     # gets new requests only if nothing else serves.
     is_doubted: bool = False
+    # True: the watch fails although the instance delivers tokens, so it gets no new request.
+    is_unwell: bool = False
     up_s: float = 0.0  # Time of coming up; later for a process after repeated quick deaths.
     told: LoadReport | None = None  # The last report passed to the policy; None: none.
     reported_queue_s: float = 0.0
@@ -437,6 +439,7 @@ class Member:
             health.until_s is None
             and health.busy_until_s is None
             and not self.is_doubted
+            and not self.is_unwell
             and not health.is_ejected
             and (
                 not health.awaited

@@ -34,6 +34,8 @@ def changes_decision(
     # The rest of the re-forming is shorter than at the last report.
     if member.reforming is not None:
         return True
+    if report.failing.keys() != told.failing.keys():
+        return True
     if report.draining and (member.running or not told.draining):
         return True
     if has_peers and told.queued + told.running != report.queued + report.running:

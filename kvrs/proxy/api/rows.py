@@ -154,6 +154,11 @@ INSTANCES = {
     "kvrs_worker_draining": Row(
         "draining", "1 while the worker gets no new streams, by order or because it ends, else 0."
     ),
+    "kvrs_worker_question_failing": Row(
+        lambda row: {(question,): 1 for question in row["failing"]} or None,
+        "1 while the worker fails this question of its watch; none: it fails no question.",
+        "question",
+    ),
     "kvrs_worker_streams": Row(
         "streams", "Open streams of this proxy at the worker.", "role", heading="streams"
     ),

@@ -121,6 +121,8 @@ def _instance(
         # Version of a stock engine; None: not known yet, or an engine of kvrs.
         "engine_version": driver.backends[known.id].engine_version,
         "load": load or None,
+        # Causes by question of the watch that the instance fails now.
+        "failing": {key: of["cause"] for key, of in load.get("failing", {}).items()},
         "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
         "speculation": load.get("speculation"),

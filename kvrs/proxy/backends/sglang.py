@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from math import inf
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,18 +25,19 @@ from kvrs.protocol.instance import (
     Capability,
     InstanceInfo,
     LoadReport,
+    WatchQuestion,
 )
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, limited
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
-from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.listed_models import ListedModels
+from kvrs.proxy.backends.questions import Asked
 from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
 from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
 from kvrs.proxy.backends.sglang_replay import can_replay, take_replay
-from kvrs.proxy.backends.stock_peer import StockPeer
+from kvrs.proxy.backends.stock_peer import StockPeer, Watched
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.requests import CHAT
@@ -44,8 +45,7 @@ from kvrs.proxy.wire.upstream import Reader
 
 _LOADS = "/v1/loads?include=core"
 _SENT_KV = re.compile(rb"^sglang:kv_transfer_total_mb_sum(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
-# Seconds between polls while no stream waits for a token; a report is overdue after 1 s.
-_IDLE_INTERVAL_S = 0.5
+_LATE_S = 2.0  # Age in seconds at which a request of the watch counts as late.
 
 
 class _ServerInfo(msgspec.Struct):
@@ -138,6 +138,8 @@ class SglangBackend(StockPeer):
         self._server: _ServerInfo | None = None  # Latest answer of `/server_info`; None: none yet.
         self._info: InstanceInfo | None = None
         self._epoch = 0
+        # True: the idle connection has ended, so the process may be another one.
+        self._is_doubted = False
         self._vocabulary: int | None = None
         self._window = Window()
         # Default values that the server uses for absent fields of a chat.
@@ -210,21 +212,36 @@ class SglangBackend(StockPeer):
         except UnusableError:
             return False
 
-    async def _reports(
-        self, interval_s: float, is_awaited: Callable[[], bool]
-    ) -> AsyncGenerator[LoadReport]:
-        """Yield load reports; the watcher limits the time between them."""
-        async with IdleConnection(self.pool) as idle:
-            while True:
-                yield await self.load()
-                pause_s = interval_s if is_awaited() else max(interval_s, _IDLE_INTERVAL_S)
-                if await idle.wait(pause_s):
-                    await self.info()
+    def _ask_watched(self) -> Watched:
+        loads = Asked(WatchQuestion.LOADS, self._load_of_process, 0.0, _LATE_S)
+        ready = Asked(WatchQuestion.READY, self._is_ready, 0.0, _LATE_S)
+        return Watched(life=loads, figures=loads, others=[ready], life_every_s=0.0)
+
+    def _beside(self, asked: Watched) -> dict[str, Any]:
+        # A draining server finishes its requests before it ends.
+        return {"draining": asked.others[0].answer is False}
+
+    def _connection_ended(self) -> None:
+        self._is_doubted = True
+
+    @property
+    def _epoch_now(self) -> int:
+        return self._epoch
+
+    async def _load_of_process(self) -> LoadReport:
+        """Ask for the load, and first for the identity if the process may be another one."""
+        if self._is_doubted:
+            await self.info()
+            self._is_doubted = False
+        return await self.load()
+
+    async def _is_ready(self) -> bool:
+        status, _ = await self.pool.ask("/ready", None)
+        return status != 503
 
     async def load(self) -> LoadReport:
         assert self._server is not None
         loads, page_size = await self._loads(), self._server.page_size
-        status, _ = await self.pool.ask("/ready", None)
         return LoadReport(
             epoch=self._epoch,
             queued=sum(each.num_waiting_reqs for each in loads) + self._window.waiting,
@@ -233,7 +250,6 @@ class SglangBackend(StockPeer):
             total_pages=sum(each.max_total_num_tokens for each in loads) // page_size,
             queue_delay_s=max(map(_queue_s, loads), default=0.0),
             links=[],
-            draining=status == 503,  # A draining server finishes its requests before it ends.
             progress=_progress(loads),
         )
 

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 import msgspec
@@ -25,13 +24,15 @@ from kvrs.protocol.instance import (
     LoadReport,
     ModelNames,
     Role,
+    WatchQuestion,
 )
 from kvrs.protocol.row_params import MAX_AGENTS, PARAMS_FIELD, seal
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call, limited
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
-from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.listed_models import ListedModels
+from kvrs.proxy.backends.questions import Asked
+from kvrs.proxy.backends.stock_peer import Watched
 from kvrs.proxy.backends.vllm_identity import engine_mark
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_replay import with_replay
@@ -45,13 +46,14 @@ from kvrs.proxy.wire.errors import (
 from kvrs.proxy.wire.event_form import LacksIdsError, check_events
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import EventReader, Reader
-from kvrs.proxy.wire.watchdog import awake_since_s
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog, awake_since_s
 
 # Seconds between reads of `/metrics`, longer than between reads of `/health`: the answer is 60 kB
 # of text and takes the server milliseconds. A load report is at most this old.
 _METRICS_INTERVAL_S = 1.0
-# Seconds between polls while no stream waits for a token; a report is overdue after 1 s.
-_IDLE_INTERVAL_S = 0.5
+# Ages in seconds at which a request for `/health`, and one for anything else, count as late.
+_LIFE_LATE_S = 2.0
+_LATE_S = 3.0
 # Time limit of the probe at start-up: the first request of a vLLM may take half a minute.
 _PROBE_TIMEOUT_S = 60.0
 _PROBE_IDS = [1]
@@ -88,15 +90,16 @@ class VllmBackend(VllmServer):
         self._denied: str | None = None
         self._row_loads = RowLoads(identity.node)
         self._is_watched = False  # True: reports are being read, so the end of the process shows.
+        self._last_metrics: VllmMetrics | None = None  # Last `/metrics` read for an identity.
 
     # Requests for the identity and the load.
 
     async def info(self) -> InstanceInfo:
-        await self._read("/health")
+        await self._healthy()
         if not self._is_watched:
             # Nothing has shown since the last look that it is still the same process.
             self._process.connection_ended()
-        metrics = await self._metrics()
+        metrics = await self._facts()
         epoch = self._epoch(metrics, await self._other_mark(metrics))
         if self._info is None or self._info.epoch != epoch or self._denied is not None:
             info = await self._meet(epoch, metrics)
@@ -117,6 +120,39 @@ class VllmBackend(VllmServer):
             self._info, self._denied = info, None
         await self._check_engines()
         return self._info
+
+    async def _check_engines(self) -> None:
+        """Check that no engine of the server has stopped. Raises UpstreamError: one has."""
+        stopped = ""
+        with suppress(UpstreamError):  # A failed question says nothing of the engines.
+            stopped = await self._stopped_engines()
+        if stopped:
+            raise UpstreamError(stopped)
+
+    async def _facts(self) -> VllmMetrics:
+        """Return what `/metrics` say of the process. Where they fail, what they said of the last
+        one, without its marks, if anything.
+
+        Raises:
+            UpstreamError: they have never said anything.
+        """
+        try:
+            with Watchdog(lambda *_: _LATE_S):
+                metrics = await self._metrics()
+        except SilentError:
+            failed = UpstreamError(f"no answer to /metrics within {_LATE_S:g} s")
+        except UnusableError:
+            raise
+        except UpstreamError as error:
+            failed = error
+        else:
+            self._last_metrics = metrics
+            return metrics
+        if self._last_metrics is None:
+            raise UpstreamError(
+                f"{failed}; the size of its KV pages is not known without"
+            ) from None
+        return self._last_metrics.of_unknown_process()
 
     async def _other_mark(self, metrics: VllmMetrics) -> str | None:
         """Return the mark of a prefill instance's engine, if the process may have been replaced and
@@ -212,51 +248,50 @@ class VllmBackend(VllmServer):
         _check_probe(events.payloads)
         return None
 
+    def _ask_watched(self) -> Watched:
+        return Watched(
+            life=Asked(WatchQuestion.HEALTH, self._healthy, 0.0, _LIFE_LATE_S),
+            figures=Asked(WatchQuestion.METRICS, self.load, _METRICS_INTERVAL_S, _LATE_S),
+            others=[
+                Asked(WatchQuestion.MODELS, self._listed, _METRICS_INTERVAL_S, _LATE_S),
+                *[Asked(WatchQuestion.ENGINES, self._stopped_engines, 0.0, _LATE_S)]
+                * (self._ft_path is not None),
+            ],
+            life_every_s=_METRICS_INTERVAL_S,
+        )
+
+    def _beside(self, asked: Watched) -> dict[str, Any]:
+        if self._denied is not None:
+            raise UnusableError(self._denied)
+        models, *engines = asked.others
+        if engines and (stopped := engines[0].answer):
+            raise UpstreamError(stopped)
+        return {"names": models.answer}
+
+    def _connection_ended(self) -> None:
+        self._process.connection_ended()
+
+    @property
+    def _epoch_now(self) -> int:
+        return self._process.epoch
+
     async def _reports(
         self, interval_s: float, is_awaited: Callable[[], bool]
     ) -> AsyncGenerator[LoadReport]:
-        """Yield load reports; the watcher limits the time between them."""
         self._is_watched = True
         try:
-            async for report in self._polled(interval_s, is_awaited):
+            async for report in super()._reports(interval_s, is_awaited):
                 yield report
         finally:
             self._is_watched = False
             self._process.lost()
 
-    async def _polled(
-        self, interval_s: float, is_awaited: Callable[[], bool]
-    ) -> AsyncGenerator[LoadReport]:
-        clock = asyncio.get_running_loop().time
-        read_s, report = 0.0, None
-        async with IdleConnection(self.pool) as idle:
-            while True:
-                if self._denied is not None:
-                    raise UnusableError(self._denied)
-                is_due = report is None or clock() - read_s >= _METRICS_INTERVAL_S
-                if (has_streams := is_awaited()) or is_due:
-                    # The answer may take a moment: an HTTP server whose engine is dead ends soon
-                    # after.
-                    await self._read("/health")
-                await self._check_engines()
-                if is_due or report is None:
-                    read_s, report = clock(), await self.load()
-                    report = msgspec.structs.replace(report, names=await self._listed())
-                yield report
-                pause_s = interval_s if has_streams else max(interval_s, _IDLE_INTERVAL_S)
-                if await idle.wait(pause_s):
-                    self._process.connection_ended()
-                    read_s = -inf  # Read again at once, to see if the process is another one.
-
     async def _listed(self) -> ModelNames | None:
         """Ask for the names that the server serves now, since adapters come and go while it runs.
-        None: no answer, which other requests of the watch judge.
+        None: the model is not among them, which is judged as it comes up.
         """
         info = self._info
-        try:
-            listed = await self.control("GET", "/v1/models", None, ListedModels)
-        except UpstreamError:
-            return None
+        listed = await self.control("GET", "/v1/models", None, ListedModels)
         model = next((each for each in listed.data if info and each.id == info.model), None)
         if info is None or model is None:
             return None

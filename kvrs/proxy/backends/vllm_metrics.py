@@ -56,6 +56,13 @@ class VllmMetrics:
         for name, labels, value in _LINE.findall(text):
             self._found.setdefault(name, []).append((labels, float(value)))
 
+    def of_unknown_process(self) -> "VllmMetrics":
+        """Return the settings without the values, of which nobody knows if they are still true."""
+        found = VllmMetrics("")
+        found._text = self._text
+        found._found = {name: of for name, of in self._found.items() if name.endswith("_info")}
+        return found
+
     @cached_property
     def started_s(self) -> float | None:
         """Start time of the process by the server's clock; None: not shown, as several API servers

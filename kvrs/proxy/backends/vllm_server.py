@@ -21,6 +21,7 @@ from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 # Paths of `--enable-fault-tolerance`, by version. With that option `/health` still says 200 while
 # an engine waits for an orchestrator, although streams stand still and new requests get 503.
 _FT_PATHS = ("/fault_tolerance/status", "/v1/fault_tolerance/status")
+_HEALTH = "/health"
 _FT_STOPPED = ("unhealthy", "paused", "dead")
 
 
@@ -48,7 +49,8 @@ class VllmServer(StockPeer):
         if status == 200:
             return answer
         if status >= 500:
-            raise UpstreamError(f"HTTP {status} for {path}: its engine is dead")
+            of = ": its engine is dead" if path == _HEALTH else ""
+            raise UpstreamError(f"HTTP {status} for {path}{of}")
         raise UnusableError(f"another server than vLLM answers there: HTTP {status} for {path}")
 
     async def _metrics(self) -> VllmMetrics:
@@ -96,22 +98,25 @@ class VllmServer(StockPeer):
                 self._ft_path = path
                 return
 
-    async def _check_engines(self) -> None:
-        """Check that no engine of the server has stopped. Raises UpstreamError: the server's fault
-        tolerance reports one.
+    async def _healthy(self) -> None:
+        await self._read(_HEALTH)
+
+    async def _stopped_engines(self) -> str:
+        """Ask the server's fault tolerance for engines that have stopped; return what it says of
+        them, empty if all run.
         """
         if self._ft_path is None:
-            return
+            return ""
         try:
             status = msgspec.json.decode(await self._read(self._ft_path), type=_FtStatus)
         except UNREADABLE as error:
             raise UnusableError(f"unexpected answer to {self._ft_path}: {error}") from None
         stopped = [each.status for each in status.engines if each.status in _FT_STOPPED]
-        if stopped:
-            raise UpstreamError(
-                f"{len(stopped)} of its {len(status.engines)} engines: {stopped[0]}, by "
-                f"{self._ft_path}"
-            )
+        if not stopped:
+            return ""
+        return (
+            f"{len(stopped)} of its {len(status.engines)} engines: {stopped[0]}, by {self._ft_path}"
+        )
 
     def _measured_links(self, metrics: VllmMetrics) -> list[LinkReport]:
         """Return the bandwidths of the links over which this instance has fetched this proxy's

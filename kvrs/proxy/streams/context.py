@@ -80,7 +80,7 @@ class AttemptContext:
         fenced when it wakes.
         """
         end_watch = self.end_watch.get(instance)
-        if end_watch is None or self.control.instances.is_reporting(instance, self.clock()):
+        if end_watch is None or self.control.progress.is_heard(instance, self.clock()):
             return False
         return end_watch()
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 from kvrs.config.proxy import ProxySettings
@@ -26,7 +27,7 @@ from kvrs.core.watch import (
 )
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport
+from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport, WatchQuestion
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import WatchedInstance
 from kvrs.proxy.watch.gossip_view import GossipView
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Shortest stall of a process's event loop that is logged.
 STALL_SHOWN_S = 1.0
+# Time without a failure after which a question's next failure is logged again.
+_SPELL_OVER_S = 60.0
 
 
 class WatchHost(Protocol):
@@ -80,6 +83,8 @@ class Watcher:
         self._interval_s = settings.load_interval_s
         self._watchdog: Watchdog | None = None
         self._tokens = 0  # Number of tokens that the instance had delivered at the last look.
+        # Time of the last report in which each question failed.
+        self._failing_s: dict[WatchQuestion, float] = {}
         self._peer: WatchedInstance | AgentBackend
         self._watch_reports: Callable[[float], AbstractAsyncContextManager[AsyncIterator[Any]]]
         self._watch: Watch[Any, Any, Any]
@@ -121,6 +126,22 @@ class Watcher:
         if self._watchdog is not None:
             self._watchdog.look()
 
+    def _suspect(self) -> bool:
+        """Treat the process's silence as its end, unless it is too short; return whether it is."""
+        assert self._watchdog is not None
+        self._watch.note_tokens()
+        return self._watchdog.expire_if_silent()
+
+    def _warn_of(self, report: LoadReport) -> None:
+        """Log the questions that the instance fails, once a spell."""
+        now_s = self._host.clock()
+        for question, failed in report.failing.items():
+            last_s = self._failing_s.get(question, -inf)
+            self._failing_s[question] = now_s
+            if now_s - last_s > _SPELL_OVER_S:
+                extra = {"instance": self.id, "question": question, "cause": failed.cause}
+                log.warning("question of its watch fails", extra=extra)
+
     def lose(self, cause: str) -> None:
         """Treat a process that is up as lost, by a cause outside the watch."""
         session = self._watch.session
@@ -137,13 +158,15 @@ class Watcher:
         with Watchdog(
             lambda *_: watch.limit_s(clock()), silence=silence, is_patient=True
         ) as watchdog:
-            self._watchdog, end_watch[self.id] = watchdog, watchdog.expire_if_silent
+            self._watchdog, end_watch[self.id] = watchdog, self._suspect
             beats = asyncio.create_task(self._follow_heartbeats())
             try:
                 async with self._watch_reports(self._interval_s) as reports:
                     async for report in reports:
                         if isinstance(report, LoadReport):
                             self._host.load_reported(report)
+                            if report.failing:
+                                self._warn_of(report)
                         await self._perform(session, watch.reported(session, report, clock()))
             finally:
                 self._watchdog = None

@@ -64,7 +64,7 @@ class Peer:
             with Watchdog(lambda *_: CONTROL_TIMEOUT_S):
                 status, raw = await self.pool.ask(path, body)
         except SilentError:
-            raise UpstreamError(f"no answer to {path} within {CONTROL_TIMEOUT_S} s") from None
+            raise SilentError(f"no answer to {path} within {CONTROL_TIMEOUT_S} s") from None
         if status == 401:
             raise UnusableError(f"HTTP 401: {self.UNAUTHORISED}")
         if status != 200:

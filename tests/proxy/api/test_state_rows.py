@@ -72,6 +72,7 @@ def a_row(*stages: StageInfo, damaged_pages: int = 0) -> dict[str, Any]:
         "unprotected": False,
         "differs": False,
         **{key: load[key] for key in ("stages", "lends", "speculation", "experts")},
+        "failing": {"/metrics": "HTTP 500 for /metrics"},
         "prefix_hits": {"prompt_tokens": 5, "cached_tokens": 3, "share": 0.6},
         "streams": 1,
         "starts": 1,

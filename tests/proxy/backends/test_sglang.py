@@ -458,6 +458,26 @@ async def test_a_server_that_is_leaving_gets_nothing_new(sglangs: Builder) -> No
     assert len(system.servers["d0"].bodies) == before
 
 
+async def test_a_server_whose_load_fails_keeps_its_streams(sglangs: Builder) -> None:
+    """Tokens that arrive are life; without them the server is dead until its load is read again."""
+    system = await sglangs()
+    system.shared.gate, system.shared.gate_at = asyncio.Event(), 2
+    system.shared.pause_s = 0.1
+    stream = asyncio.create_task(system.ids(max_tokens=60))
+    await system.until_streams_hold(2)
+    at = next(row["decode"] for row in (await system.state())["streams"])
+    system.shared.gate.set()
+    await asyncio.sleep(0.5)
+
+    system.servers[at].fails_loads = True
+
+    assert await stream == expected_ids(PROMPT, 60)
+    assert (await system.state())["recoveries"] == []
+    await system.until_health(**{at: "down"})
+    system.servers[at].fails_loads = False
+    await system.until_health(**{at: "up"})
+
+
 async def test_a_server_that_computes_prompts_itself_needs_no_pair(sglangs: Builder) -> None:
     """Without `--disaggregation-mode`, and no prefill server."""
 
