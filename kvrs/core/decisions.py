@@ -79,14 +79,16 @@ def start(
         source=source,
         cached_tokens=cached,
     )
+    # The part of the predicted times that is certain enough to refuse a new request by.
+    is_known = prefill.guess is None or stream.attempt.number > 0
+    sure = 1.0 if is_known else state.prefill_scale.least_share
     most_s = budget_s(state, stream, now_s) if state.settings.slo.abort else None
-    in_time = most_s is None or total_s <= most_s
+    in_time = most_s is None or sure * total_s <= most_s
     plan = act.Plan(decode.id, source, load=stream.load) if in_time else None
     # An instance that does both stages has one queue.
-    wait_s = queue_s if source is None else queue_s + decode.queue_s
-    refusal = None
-    if wait_s > 0 and not stream.attempt.number:
-        refusal = _refusal(state, stream, estimate, wait_s, now_s)
+    wait_s, refusal = queue_s if source is None else queue_s + decode.queue_s, None
+    if wait_s > 0 and sure > 0.0 and not stream.attempt.number:
+        refusal = _refusal(state, stream, estimate, wait_s, sure, now_s)
     if stream.picked and (refusal is not None or not in_time):
         stream.picked = ()  # The picked instances are too slow; others may not be.
         return start(state, stream, now_s)
@@ -109,10 +111,11 @@ def _limits(state: State, stream: Stream, now_s: float) -> StartLimits:
 
 
 def _refusal(
-    state: State, stream: Stream, chosen: Estimate, wait_s: float, now_s: float
+    state: State, stream: Stream, chosen: Estimate, wait_s: float, sure: float, now_s: float
 ) -> act.StreamRefusal | None:
     """Refusal of a new stream by its predicted wait in the queues; None: it may start. So load is
-    shed before the engines are overloaded.
+    shed before the engines are overloaded. `sure`: the part of the predicted times that counts, as
+    a learned table has a spread; while a table is a guess, nothing is refused by it.
 
     A request is refused if its wait in the queues of its prefill and decode instance exceeds the
     bound, or makes it miss a deadline that it would keep on an idle cluster.
@@ -120,14 +123,14 @@ def _refusal(
     Begun streams and accepted requests are never refused here: their next attempt is a recovery.
     """
     bound_s = state.settings.policy.admission.wait_s
-    if wait_s > bound_s:
+    if sure * wait_s > bound_s:
         return act.StreamRefusal(
             act.Reason.OVERLOADED,
             f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
             wait_s - bound_s,
         )
-    left_s = stream.due_s() - now_s - chosen.compute_s - chosen.transfer_s
-    if 0 < left_s < wait_s:
+    left_s = stream.due_s() - now_s - sure * chosen.compute_s - chosen.transfer_s
+    if 0 < left_s < sure * wait_s:
         return act.StreamRefusal(
             act.Reason.OVERLOADED,
             f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",

@@ -1,10 +1,15 @@
 """New requests are refused by their predicted wait, before the engines drown."""
 
-from kvrs.config.policy import AdmissionSettings
+from typing import Any
+
+import pytest
+
+from kvrs.config.policy import AdmissionSettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, load, of, only
+from kvrs.profiles.tables import PrefillTable
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
 A, B = StreamId("A"), StreamId("B")
@@ -89,3 +94,62 @@ def test_a_request_that_was_taken_is_tried_again() -> None:
     again = harness.handle(ev.AttemptFailed(A, 1, start.plan.prefill, "HTTP 500", 0, abrupt=False))
 
     assert only(again, act.Start).attempt == 2
+
+
+# A thousand tokens take a second.
+GUESS = PrefillTable("guess", "made up", 100, [0.001, 0.1, 0.2], covered_to_tokens=0, is_guess=True)
+
+
+def measure(harness: PolicyHarness, took_s: list[float], tokens: int = 1000) -> None:
+    """Prefills of a second each by the guess, one after the other, that take so long."""
+    for number, seconds in enumerate(took_s):
+        name = StreamId(f"measured-{number}")
+        harness.handle(arrived(name, tokens))
+        harness.handle(ev.PrefillDone(name, 1, tokens, 0), harness.now_s + seconds)
+        harness.handle(ev.StreamResumed(name, 1))
+        harness.handle(ev.StreamEnded(name, 1))
+
+
+def guessing(**settings: Any) -> PolicyHarness:
+    harness = PolicyHarness(admission=BOUND, **settings)
+    harness.handle(instance_up("p0", prefill=GUESS))
+    harness.handle(instance_up("d0", prefill=GUESS))
+    return harness
+
+
+@pytest.mark.parametrize("prefills", [0, 7])
+def test_a_guess_refuses_nobody(prefills: int) -> None:
+    """The engine may be faster by any factor, and would have served the request."""
+    harness = guessing(slo=SloSettings(abort=True))
+    measure(harness, [1.0] * prefills)
+
+    harness.handle(arrived("long", 100_000))
+
+    assert only(harness.handle(arrived("A")), act.Start)
+    assert only(harness.handle(arrived("B", ttft_s=2.0)), act.Start)
+
+
+def test_a_table_that_was_learned_refuses_as_a_measured_one_does() -> None:
+    harness = guessing()
+    measure(harness, [1.0] * 8)
+
+    harness.handle(arrived("long", 100_000))
+
+    assert only(harness.handle(arrived("A")), act.GiveUp).reason is act.Reason.OVERLOADED
+
+
+def test_the_spread_of_learned_times_counts_for_the_request() -> None:
+    """Prefills that took 0.2 to 2 times as long as the median predict a wait that may be short."""
+    took_s = [0.2, 0.2, 0.2, 1.0, 1.0, 2.0, 2.0, 2.0]
+    spread, even = guessing(), guessing()
+    measure(spread, took_s)
+    measure(even, [1.0] * 8)
+
+    for harness in (spread, even):
+        harness.handle(arrived("long", 20_000))
+
+    assert only(spread.handle(arrived("A")), act.Start)
+    assert only(even.handle(arrived("A")), act.GiveUp)
+    for harness in (spread, even):
+        harness.handle(arrived("longer", 90_000))
+    assert only(spread.handle(arrived("B")), act.GiveUp)

@@ -166,6 +166,7 @@ def test_what_the_proxy_sees_corrects_the_predictions_of_all_instances() -> None
         "is_guess": False,
         "factor": pytest.approx(0.25),
         "prefills": ENOUGH_PREFILLS,
+        "least_share": 1.0,
     }
 
 

@@ -10,7 +10,7 @@ periods (a cold start, an unreported cached prompt, another proxy's work) do not
 """
 
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from kvrs.core.model.member import Member
@@ -46,6 +46,17 @@ class PrefillScale:
     @property
     def is_learned(self) -> bool:
         return self.prefills >= ENOUGH_PREFILLS
+
+    @property
+    def least_share(self) -> float:
+        """Return the lower quartile of the samples, as a share of the factor: of a time predicted
+        by it, the part that even a fast prefill takes. 0.0: the factor is still a guess.
+        """
+        if not self.is_learned:
+            return 0.0
+        if len(self._samples) < 2:
+            return 1.0  # One busy period of many prefills.
+        return min(1.0, quantiles(self._samples, n=4, method="inclusive")[0] / self.factor)
 
     def up(self, member: Member) -> None:
         """Handle the start of an instance's process: drop the busy period of the previous one."""
@@ -116,6 +127,7 @@ class PrefillScale:
             "is_guess": not self.is_learned,
             "factor": self.factor,
             "prefills": self.prefills,
+            "least_share": self.least_share,
         }
 
     def _end(self, instance: InstanceId, period: _Period, now_s: float) -> None:
