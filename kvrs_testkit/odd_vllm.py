@@ -5,6 +5,7 @@ finish reason of its own, or without token ids.
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ class Oddity:
     status: int | None = None  # Of the answer to prefill or decode calls, with `message`.
     message: str = "403, message='Forbidden', url='https://pictures.example/cat.png'"
     stage: str = "prefill"  # The calls that are answered so.
+    times: float = inf  # As often; later ones are answered well.
     is_event: bool = False  # The error comes in the stream.
     finish: str | None = None
     hides_ids: bool = False
@@ -66,7 +68,9 @@ class OddVllm(ScriptedVllm):
             self.odd.calls.append(self.id)
             if is_prefill:
                 await asyncio.sleep(self.odd.takes_s)
-            if self.odd.status is not None and is_prefill == (self.odd.stage == "prefill"):
+            is_odd = is_prefill == (self.odd.stage == "prefill") and self.odd.times > 0
+            if self.odd.status is not None and is_odd:
+                self.odd.times -= 1
                 return await self.odd.fail(request)
         return await super()._completions(request)
 

@@ -262,7 +262,8 @@ def _lose(
         state.quick_deaths[member.id] = state.quick_deaths.get(member.id, 0) + 1
     else:
         state.quick_deaths.pop(member.id, None)
-    counted = state.poison.lost(member, now_s)
+    is_last = not have_roles_of(member, [*state.view.members.values()])
+    counted = state.poison.lost(member, now_s, is_last=is_last)
     waiting = [stream for stream in counted if stream.stage is Stage.WAITING]
     for stream_id in list(member.held):
         kv_locations.forget(state, stream_id, member.id)

@@ -4,9 +4,10 @@ An instance is ejected when it fails after the pause of a failure again, or afte
 in a row; never more than half of a role. A refusal (4xx), an error before any token, and the lack
 of a first token in time count as failures only once another instance has accepted the request. A
 refusal that blames the request is final: no other instance is asked. Two instances that fail a
-request alike show that the request is the cause, and neither is charged. Logits that are not
-numbers count once another instance has the stream's next token. Busy answers do not eject: the
-instance pauses.
+request alike show that the request is the cause, and neither is charged; but two equal errors that
+do not name the input may have a cause that the instances share (a full disk, a registry, a
+restart), so the request is tried once more after a pause. Logits that are not numbers count once
+another instance has the stream's next token. Busy answers do not eject: the instance pauses.
 """
 
 from typing import assert_never
@@ -20,6 +21,8 @@ from kvrs.core.state import State
 CONSECUTIVE_FAILURES = 3
 # Connections that break within this time count as one failure.
 _TOGETHER_S = 0.1
+# Pause before a request is tried a third time that two instances have failed with one error.
+ERROR_PAUSE_S = 1.0
 # Time without an ejection after which pauses restart with the shortest.
 _FORGIVEN_AFTER_S = 60.0
 
@@ -140,19 +143,15 @@ def _doubt(
 def is_refused_for_good(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
     """Return whether a refusal or an error goes to the client: nothing was produced, and a second
     instance has answered likewise, or there is no other (then an error must come twice from the
-    same one). A final refusal goes at once, unless the instance is known to refuse what others
-    accept.
+    same one). An error that does not name the input (`final`) must come once more after a pause. A
+    final refusal goes at once, unless the instance is known to refuse what others accept.
     """
     if stream.first_token_sent or event.produced_tokens:
         return False
     member = state.view.members.get(event.instance)
     if event.failure is ev.FailureKind.ERROR:
-        again = any(
-            each.instance == event.instance and each.is_alike(event) for each in stream.refusals
-        )
-        return _is_shown_by_another(state, stream, event) or (
-            again and (member is None or not _others(state, stream, member))
-        )
+        is_equal = is_equal_error(state, stream, event)
+        return is_equal and (event.final or stream.recovery.has_paused)
     if not event.failure.is_refusal:
         return False
     refused_by = (each for each in stream.refusals if each.failure.is_refusal)
@@ -161,6 +160,21 @@ def is_refused_for_good(state: State, stream: Stream, event: ev.AttemptFailed) -
     if member is not None and member.answers.refuses_wrongly:
         return False
     return event.final or member is None or not _others(state, stream, member)
+
+
+def is_equal_error(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
+    """Return whether a second instance has failed the stream with the same error, or the only one
+    twice.
+    """
+    if event.failure is not ev.FailureKind.ERROR or event.produced_tokens:
+        return False
+    member = state.view.members.get(event.instance)
+    again = any(
+        each.instance == event.instance and each.is_alike(event) for each in stream.refusals
+    )
+    return _is_shown_by_another(state, stream, event) or (
+        again and (member is None or not _others(state, stream, member))
+    )
 
 
 def is_slow(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:

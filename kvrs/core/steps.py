@@ -171,6 +171,7 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
         outliers.is_refused_for_good(state, stream, event),
         outliers.is_slow(state, stream, event),
     )
+    pause_s = outliers.ERROR_PAUSE_S * outliers.is_equal_error(state, stream, event)
     member = state.view.members.get(event.instance)
     was_ejected = member is not None and member.answers.is_ejected
     outliers.failed(state, stream, event)
@@ -194,6 +195,7 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
         stream.recovery.note_trial_failed()
     else:
         stream.recovery.note_attempt_failed()
+    stream.recovery.pause(now_s, pause_s)
     is_broken = event.abrupt and event.failure is not ev.FailureKind.BUSY
     if is_broken and member is not None and not stream.attempt.resumed:
         state.poison.broke(stream, member, now_s)

@@ -10,6 +10,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import AnswerHealth, pause_s
 from kvrs.core.model.streams import RefusedBy, Stream
+from kvrs.core.outliers import ERROR_PAUSE_S
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, member, of, only
 
@@ -537,23 +538,44 @@ def error(
     at: InstanceId,
     cause: str = "HTTP 500",
     kind: ev.FailureKind = ev.FailureKind.ERROR,
+    *,
+    final: bool = False,
 ) -> list[act.Action]:
-    event = ev.AttemptFailed(start.stream, start.attempt, at, cause, 0, failure=kind)
+    event = ev.AttemptFailed(start.stream, start.attempt, at, cause, 0, failure=kind, final=final)
     return harness.handle(event)
 
 
-def test_an_error_that_two_instances_give_alike_goes_to_the_client() -> None:
+def test_an_error_that_names_the_input_goes_to_the_client_from_the_second_instance() -> None:
     """It is the request's: neither instance is charged for it."""
     harness = PolicyHarness(*PAIRS)
     first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
-    second = only(error(harness, first, P0), act.Start)
+    second = only(error(harness, first, P0, final=True), act.Start)
     assert second.plan.prefill not in (None, P0)
 
-    given_up = only(error(harness, second, second.plan.prefill), act.GiveUp)
+    given_up = only(error(harness, second, second.plan.prefill, final=True), act.GiveUp)
 
     assert (given_up.reason, given_up.message) == (act.Reason.REFUSED, "HTTP 500")
     answers = [each.answers for each in harness.policy.members.values()]
     assert [(each.consecutive, each.until_s) for each in answers] == [(0, None)] * len(answers)
+
+
+def test_two_equal_errors_that_name_no_input_get_one_more_try_after_a_pause() -> None:
+    """A full disk, a registry or a restart behind one load balancer fail several instances alike,
+    and pass. Only a third error goes to the client.
+    """
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    second = only(error(harness, first, P0), act.Start)
+    assert second.plan.prefill is not None
+
+    at_once = error(harness, second, second.plan.prefill)
+    early = harness.handle(ev.TimerFired(), at_s=ERROR_PAUSE_S - 0.01)
+    third = only(harness.handle(ev.TimerFired(), at_s=ERROR_PAUSE_S), act.Start)
+    assert third.plan.prefill is not None
+
+    assert of([*at_once, *early], act.Start) == []
+    assert of([*at_once, *early], act.GiveUp) == []
+    assert only(error(harness, third, third.plan.prefill), act.GiveUp).message == "HTTP 500"
 
 
 def test_two_different_errors_are_no_fault_of_the_request() -> None:
@@ -599,14 +621,18 @@ def test_what_may_be_the_request_s_fault_counts_once_another_instance_has_served
     assert (before, health.consecutive, health.cause) == (0, 1, cause)
 
 
-def test_the_only_instance_of_a_role_is_asked_twice() -> None:
+@pytest.mark.parametrize(("final", "tries"), [(True, 2), (False, 3)])
+def test_the_only_instance_of_a_role_is_asked_again(tries: int, *, final: bool) -> None:
     """Nothing else can tell whose fault an error is."""
     harness = PolicyHarness("p0", "d0")
     start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
-    error(harness, start, P0)
-    again = only(harness.handle(ev.TimerFired(), at_s=5.0), act.Start)
+    for number in range(tries - 1):
+        error(harness, start, P0, final=final)
+        start = only(harness.handle(ev.TimerFired(), at_s=5.0 * (number + 1)), act.Start)
 
-    assert only(error(harness, again, P0), act.GiveUp).reason is act.Reason.REFUSED
+    given_up = only(error(harness, start, P0, final=final), act.GiveUp)
+
+    assert given_up.reason is act.Reason.REFUSED
 
 
 def test_a_request_at_which_two_instances_were_silent_is_not_given_to_the_others() -> None:

@@ -380,3 +380,47 @@ def test_an_exit_that_a_request_may_have_caused_counts(epoch: int, *, is_externa
     harness.handle(ev.InstanceExited(first, epoch, "signal", is_external=is_external))
 
     assert only(harness.lose(second), act.GiveUp).reason is act.Reason.POISON
+
+
+def outage(*, has_idle: bool) -> PolicyHarness:
+    """All decode instances die, each twice, where A waits for its first token; the third dies, too,
+    and nothing waits there. `has_idle`: it dies with them; else it is never there.
+    """
+    names = ("d0", "d1", "d2") if has_idle else ("d0", "d1")
+    harness = PolicyHarness("p0", *names, poison_deaths=2)
+    at = harness.decoding("A", resumed=False).plan.decode
+    if has_idle:
+        harness.lose(next(each for each in names if each != at))
+    while harness.policy.streams.get(A) is not None:
+        before = len(of(harness.actions, act.Start))
+        harness.lose(at)
+        starts = of(harness.actions, act.Start)
+        if len(starts) == before:
+            break
+        at = starts[-1].plan.decode
+    return harness
+
+
+def test_a_stream_whose_instances_died_while_all_did_is_not_refused() -> None:
+    """One of them died although nothing waited there, so no request is the cause."""
+    harness = outage(has_idle=True)
+
+    assert of(harness.actions, act.GiveUp) == []
+    assert harness.policy.streams[A].recovery.deaths == ()
+    harness.handle(instance_up("d0", epoch=2), at_s=3.0)
+    harness.lose("d0", epoch=2)
+    assert of(harness.actions, act.GiveUp) == []
+
+
+def test_a_stream_that_waited_wherever_an_instance_died_is_refused_though_all_did() -> None:
+    assert only(outage(has_idle=False).actions, act.GiveUp).reason is act.Reason.POISON
+
+
+def test_an_outage_ends_after_ten_seconds() -> None:
+    """A later death has another cause."""
+    harness = outage(has_idle=True)
+    for epoch in (2, 3):
+        harness.handle(instance_up("d0", epoch=epoch), at_s=harness.now_s + 11.0)
+        harness.lose("d0", epoch=epoch)
+
+    assert only(harness.actions, act.GiveUp).reason is act.Reason.POISON

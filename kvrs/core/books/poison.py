@@ -4,14 +4,16 @@
 An instance's death counts against every stream that waited there for its first token, until the
 stream has a token. A death with a known external cause does not count: the instance was about to
 end, drained or on a failing GPU; its node was lost; its supervisor reports that its process was
-ended from outside; or it was only cut off or frozen.
+ended from outside; or it was only cut off or frozen. Nor does it count in an outage: no instance of
+the role is left, and one of them died lately although no stream waited there, which no request can
+have caused.
 
 A poisoned request looks like a request that waited beside it at each death. So two streams whose
 deaths add up to the limit do not wait at the same instance, as long as a stream can wait for
 another instance.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
 from kvrs.core.books.waiting import is_past
@@ -23,6 +25,9 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 _KNOWN_S = 2.0
 # Time for which reported exits of processes and losses of nodes are remembered.
 _KEPT_S = 120.0
+# Time around the death of an instance at which no stream waited, in which the deaths of all
+# instances of its role are one outage.
+OUTAGE_S = 10.0
 
 
 class PoisonCounter:
@@ -35,9 +40,15 @@ class PoisonCounter:
         # Times when the external end of a process, or the loss of a node, became known.
         self._ended_s: dict[tuple[InstanceId, int], float] = {}
         self._nodes_lost_s: dict[NodeId, float] = {}
+        # Roles (prefill, decode) of each instance that was lost.
+        self._roles: dict[InstanceId, tuple[bool, bool]] = {}
+        # Recent deaths of instances at which no stream waited: time, roles, streams that ran there.
+        self._unblamed: list[tuple[float, tuple[bool, bool], frozenset[StreamId]]] = []
 
-    def lost(self, member: Member, now_s: float) -> list[Stream]:
-        """Count the loss of an instance; return the streams that it counts against."""
+    def lost(self, member: Member, now_s: float, *, is_last: bool = False) -> list[Stream]:
+        """Count the loss of an instance; return the streams that it counts against. `is_last`: no
+        instance of its role is up any more.
+        """
         death = _death_of(member, now_s)
         is_external = self._has_cause(member, now_s)
         counted: list[Stream] = []
@@ -55,9 +66,30 @@ class PoisonCounter:
                 counted.append(stream)
         for stream in counted:
             stream.recovery.note_death(death)
+        roles = self._roles[member.id] = member.prefills, member.decodes
+        self._unblamed = [each for each in self._unblamed if now_s - each[0] < OUTAGE_S]
+        if not counted and not is_external and not member.others_reported:
+            self._unblamed.append((now_s, roles, frozenset(member.running)))
         known = (*self.counted.values(), *counted)
+        if is_last:
+            self._excuse_outage(known, roles, now_s)
         self.counted = {stream.id: stream for stream in known if stream.recovery.is_counted}
-        return counted
+        return [stream for stream in counted if stream.recovery.deaths]
+
+    def _excuse_outage(
+        self, streams: Iterable[Stream], roles: tuple[bool, bool], now_s: float
+    ) -> None:
+        """Uncount the recent deaths of all instances with these roles, for each stream that was not
+        at one of them that died without a waiting stream.
+        """
+        others = [running for _, of, running in self._unblamed if of == roles]
+        for stream in streams:
+            if any(stream.id not in running for running in others):
+                stream.recovery.forget_deaths(
+                    lambda death: (
+                        self._roles.get(death.instance) == roles and now_s - death.lost_s < OUTAGE_S
+                    )
+                )
 
     def _has_cause(self, member: Member, now_s: float) -> bool:
         node_lost_s = self._nodes_lost_s.get(member.node)

@@ -370,7 +370,8 @@ class AttemptFailed(_Event, frozen=True):
     abrupt: bool = False
     failure: FailureKind = FailureKind.BROKEN
     retry_after_s: float | None = None  # The `Retry-After` of a busy instance.
-    final: bool = False  # The refusal names a fault of the request: any instance would refuse.
+    # The refusal or error names a fault of the request: any instance would answer so.
+    final: bool = False
     same_tokens: int = 0  # Known tokens that a replay generated before its output differed.
 
 

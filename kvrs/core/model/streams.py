@@ -179,6 +179,7 @@ class RecoveryState(msgspec.Struct, eq=False):
     differed: tuple[InstanceId, ...] = ()  # Instances at which a replay's output differed.
     owes_token: bool = False  # The next attempt must take a token of the retry budget.
     token_at_s: float = -inf  # Time from which the retry token may be used.
+    has_paused: bool = False  # The stream has been tried once more after two equal errors.
     busy_since_s: float | None = None  # Time of the first busy answer; None: none.
     # Number of times that a second instance produced no token in time either: the request is slow
     # anywhere, and its silence is no fault.
@@ -262,7 +263,14 @@ class RecoveryState(msgspec.Struct, eq=False):
         self.differed = (*self.differed, at)
 
     def pay_token(self, at_s: float) -> None:
-        self.owes_token, self.token_at_s = False, at_s
+        self.owes_token, self.token_at_s = False, max(at_s, self.token_at_s)
+
+    def pause(self, now_s: float, pause_s: float) -> None:
+        """Let the next attempt wait, wherever it goes, if two instances have failed alike, by a
+        cause that they may share and that may pass. 0: they have not.
+        """
+        if pause_s > 0.0:
+            self.has_paused, self.token_at_s = True, now_s + pause_s
 
     def note_attempt_failed(self) -> None:
         self.attempts += 1

@@ -107,7 +107,7 @@ class AttemptCalls:
         has_waited = isinstance(error, ConnectionLostError) and error.has_waited
         if delay_s := fault.delay_s(is_given_up=is_given_up, has_waited=has_waited):
             await asyncio.sleep(delay_s)
-        retry_after_s, same_tokens = None, 0
+        retry_after_s, same_tokens, final = None, 0, False
         match error:
             case BusyError():
                 context.busy_status, retry_after_s = error.status, error.retry_after_s
@@ -115,6 +115,7 @@ class AttemptCalls:
                 live.journal.spoilt_attempt = attempt.number
             case EngineError():
                 live.refusal = Failed(error.status, error.body, rejected=True)
+                final = error.names_input
             case SilentError():
                 attempt.fell_silent(context.clock())
             case DifferentOutputError():
@@ -123,7 +124,9 @@ class AttemptCalls:
                 pass
         cause = str(error)
         self._over(
-            attempt.failure(fault, cause, retry_after_s=retry_after_s, same_tokens=same_tokens)
+            attempt.failure(
+                fault, cause, retry_after_s=retry_after_s, final=final, same_tokens=same_tokens
+            )
         )
 
     def _give_up_hand_off(self) -> None:

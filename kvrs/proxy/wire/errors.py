@@ -1,10 +1,21 @@
 """Errors of a call to another process that got no usable answer; each is an `UpstreamError`."""
 
 import os
+import re
 import socket
 import ssl
 
+import msgspec
+
 from kvrs.errors import UpstreamError
+
+# Words by which the type or the message of an engine's error names what the client has sent.
+_OF_INPUT = re.compile(
+    r"BadRequest|Invalid|Validation|ValueError|TypeError|Unprocessable|unsupported|not supported"
+    r"|\b(?:prompt|input|image|audio|video|url|field|parameter|schema|grammar|regex|template"
+    r"|tool|token|logprob|lora|adapter|length|max_tokens|temperature)s?\b",
+    re.IGNORECASE,
+)
 
 
 class ConnectionLostError(UpstreamError):
@@ -37,6 +48,15 @@ class EngineError(UpstreamError):
         super().__init__(cause)
         self.status = status
         self.body = body
+
+    @property
+    def names_input(self) -> bool:
+        """True if the error names the request's input as its cause, by its type, a parameter
+        or a word. Other errors may have a cause that passes.
+        """
+        error = msgspec.json.decode(self.body)["error"]
+        texts = str(self), str(error.get("message"))
+        return bool(error.get("param")) or any(map(_OF_INPUT.search, texts))
 
 
 class NotANumberError(UpstreamError):

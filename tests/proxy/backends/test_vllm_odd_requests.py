@@ -72,6 +72,23 @@ async def test_an_error_that_two_instances_give_reaches_the_client(
     assert await blamed(system) == []
 
 
+@pytest.mark.parametrize("is_event", [True, False])
+@pytest.mark.parametrize(("times", "wanted"), [(2, 200), (3, 500)])
+async def test_two_equal_errors_that_name_no_input_are_not_the_requests(
+    vllms: Builder, times: int, wanted: int, *, is_event: bool
+) -> None:
+    """Both servers may have met the same full disk: only a third error goes to the client."""
+    message = "[Errno 28] No space left on device"
+    odd = {"status": 500, "stage": "decode", "times": times, "message": message}
+    system, seen = await odd_vllms(vllms, odd | {"is_event": is_event})
+
+    status, body = await system.ask(CHAT)
+
+    assert status == wanted
+    assert (message in body.decode()) is (wanted == 500)
+    assert len([name for name in seen.calls if name[0] == "d"]) == 3
+
+
 async def test_an_error_of_embeddings_that_two_instances_give_reaches_the_client(
     vllms: Builder,
 ) -> None:
