@@ -432,6 +432,7 @@ OTHERS = (
     _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("first_minutes", "scripted", 1, "vllm --scripted"),
     _of("field_requests", "field_requests", 4),
+    _of("signs_of_life", "signs_of_life", 6),
     _of("agent_tasks", "agent_tasks", 20, "run", AGENTS),
     _of("other_weights", "other_weights", 8, quick=(1, "run --quick")),
     _of("other_weights", "vllm", 15, "vllm", VLLM),

@@ -11,12 +11,13 @@ import itertools
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvrs.net.http import PieceWriter
-from kvrs.net.routes import JSON, Request, Response, Routes
+from kvrs.net.routes import JSON, WRITTEN, Handler, Request, Response, Routes
 from kvrs.protocol.instance import REPLAY_KEY
 from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.protocol.openai.fields import VLLM, ApiKind, whole
@@ -135,6 +136,9 @@ class ScriptedVllm(ScriptedServer):
     # Status of its engines, where it runs with fault tolerance.
     engines: list[str] | None = None
     ft_path: str = "/fault_tolerance/status"
+    # By path of a question: the status with which it fails, the seconds after which it answers, or
+    # "closes", which ends the connection.
+    fails: dict[str, int | float | str] = field(default_factory=dict)
     prefix_caching: bool = True
     cached: dict[tuple[str | None, tuple[int, ...]], None] = field(default_factory=dict)
     cold: bool = False  # Its first seeded request has to wait for kernels to be compiled.
@@ -154,16 +158,29 @@ class ScriptedVllm(ScriptedServer):
     differs_at: int | None = None  # Position in that at which it generates another token.
 
     def add_routes(self, routes: Routes) -> None:
-        routes.add("GET", "/health", self._health)
-        routes.add("GET", "/version", self._version)
-        routes.add("GET", "/metrics", self._metrics)
+        asked = {"/health": self._health, "/metrics": self._metrics, "/v1/models": self._models}
         if self.engines is not None:
-            routes.add("GET", self.ft_path, self._fault_tolerance)
-        routes.add("GET", "/v1/models", self._models)
+            asked[self.ft_path] = self._fault_tolerance
+        for path, handler in asked.items():
+            routes.add("GET", path, partial(self._unless_it_fails, path, handler))
+        routes.add("GET", "/version", self._version)
         routes.add("POST", "/v1/completions", self._completions)
         routes.add("POST", "/v1/chat/completions", self._completions)
         for path in self.passed:
             routes.add("POST", path, self._pass)
+
+    async def _unless_it_fails(self, path: str, handler: Handler, request: Request) -> Response:
+        match self.fails.get(path):
+            case None:
+                return await handler(request)
+            case int(status):
+                return Response(status)
+            case float(seconds):
+                await asyncio.sleep(seconds)
+                return await handler(request)
+            case _:
+                request.connection.abort()
+                return WRITTEN
 
     async def start(self) -> None:
         self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)

@@ -25,7 +25,7 @@ def report(**failing: Fails) -> LoadReport:
         ("MODELS", NONE, (NONE, NONE, NONE, NONE)),
         ("ENGINES", NONE, (NONE, NONE, NONE, NONE)),
         ("READY", NONE, (NONE, NONE, NONE, NONE)),
-        ("PROCESS", NONE, (DEAD, DEAD, DEAD, UNUSABLE)),
+        ("PROCESS", NONE, (NONE, NONE, NONE, UNUSABLE)),
     ],
 )
 def test_a_question_that_fails_has_its_own_consequence(

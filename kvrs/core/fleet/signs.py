@@ -19,11 +19,14 @@
 | `/v1/models`              | any           | its names stay        | its names stay            |
 | `/fault_tolerance/status` | any           | not known             | not known                 |
 | `/ready` (SGLang)         | any           | not known             | not known                 |
-| which process it is, once | any           | the same              | dead, and met again       |
-| the idle connection ended |               |                       | (other answer: unusable)  |
+| is it the same server,    | two other     | the same              | unusable                  |
+| once the idle connection  | answers       |                       |                           |
+| has ended                 |               |                       |                           |
 
-A refused connection is death at once if the idle connection has ended too. An answer of
-`/fault_tolerance/status` that names a stopped engine is no failed question: the instance is dead.
+Where only `/metrics` fail then, the process counts as the same until they say which one it is: the
+streams of another one have ended with their connections. A refused connection is death at once if
+the idle connection has ended too. An answer of `/fault_tolerance/status` that names a stopped
+engine is no failed question: the instance is dead.
 
 A hung process (SIGSTOP) sends no token and answers nothing. If it runs streams, the first that is
 silent for too long ends it, as no question has been answered for a second either. If it is idle,
@@ -67,10 +70,7 @@ _TABLE: dict[WatchQuestion, tuple[Consequence, dict[Fails, Consequence]]] = {
     WatchQuestion.MODELS: (Consequence.NONE, _NOTHING),
     WatchQuestion.ENGINES: (Consequence.NONE, _NOTHING),
     WatchQuestion.READY: (Consequence.NONE, _NOTHING),
-    WatchQuestion.PROCESS: (
-        Consequence.NONE,
-        {**dict.fromkeys(Fails, Consequence.DEAD), Fails.OTHER: Consequence.UNUSABLE},
-    ),
+    WatchQuestion.PROCESS: (Consequence.NONE, {**_NOTHING, Fails.OTHER: Consequence.UNUSABLE}),
 }
 
 

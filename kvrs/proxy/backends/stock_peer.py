@@ -50,6 +50,12 @@ class Watched(msgspec.Struct):
         return [*dict.fromkeys((self.life, self.figures, *self.others))]
 
 
+def _are_of_another(asked: Watched) -> bool:
+    """Return whether the figures and another answer are those of another server."""
+    failed = (asked.figures.failed, *(each.failed for each in asked.others))
+    return sum(each is not None and each.by is Fails.OTHER for each in failed) > 1
+
+
 class StockPeer(OpenAiPeer):
     """An instance of a stock engine: its load is polled, and requests that need a capability are
     refused.
@@ -100,7 +106,7 @@ class StockPeer(OpenAiPeer):
                 ):
                     raise ConnectionLostError(lost.cause)
                 unread = figures.failed
-                if unread is not None and is_doubted:
+                if unread is not None and is_doubted and _are_of_another(asked):
                     cause = f"its idle connection ended, then {unread.cause}"
                     failed[WatchQuestion.PROCESS] = FailedQuestion(unread.by, cause)
                 if unread is not None and unread.by is Fails.OTHER and figures.answer is None:
@@ -116,8 +122,8 @@ class StockPeer(OpenAiPeer):
                 if await idle.wait(pause_s):
                     self._connection_ended()
                     doubted_at = figures.answers
-                    figures.ask_at_once()
-                    life.ask_at_once()
+                    for each in asked.all:
+                        each.ask_at_once()
 
     def _report(
         self,
