@@ -67,7 +67,7 @@ def test_simulator_notices_a_policy_that_counts_no_deaths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bounds above can be broken."""
-    monkeypatch.setattr(PoisonCounter, "lost", lambda self, member, now_s: [])
+    monkeypatch.setattr(PoisonCounter, "lost", lambda *_, **__: [])
 
     outcome = poisoned(0).run()
 
