@@ -186,7 +186,7 @@ async def main() -> None:
         root=model,
         connector=False,
         has_tier=True,
-        row_bytes=float(PAGE * ModelFiles(model).geometry(PAGE).bytes_per_token),
+        row_bytes=float(PAGE * ModelFiles(model).of(model).geometry(PAGE).bytes_per_token),
         tier=tier,
     )
     await server.start()

@@ -454,8 +454,8 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
 
 def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
     """Return whether the instance may get this stream, regardless of its health: it serves the
-    name, has asked for no pause, has not failed the stream (unless `barred_too`), the stream need not
-    avoid it (`poison.py`), and its weights are not doubted while others serve.
+    name, has asked for no pause, has not failed the stream (unless `barred_too`), the stream need
+    not avoid it (`poison.py`), and its weights are not doubted while others serve.
     """
     if stream.name and not stream.is_served_at(member):
         return False
