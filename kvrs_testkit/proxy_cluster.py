@@ -16,7 +16,7 @@ from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET, Script, Scripted
 from kvrs_testkit.scripted_agent import CAPACITY_BYTES, ScriptedAgent
 
-WITHIN_S = 8.0
+WITHIN_S = 60.0  # Something becomes true, also on a busy machine.
 
 
 @dataclass

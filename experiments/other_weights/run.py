@@ -53,7 +53,7 @@ KINDS = ("models, with files", "models, without files", "weights", "weights, age
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What a client got, and what the proxy knew when the stream began."""
+    """The answer to a client, and the proxy's knowledge when the stream began."""
 
     number: int
     status: int

@@ -25,7 +25,7 @@ from kvrs.core.fleet.known import Agents, Instances, Replays
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.signs import has_figures
 from kvrs.core.fleet.silence import InstanceProgress
-from kvrs.core.fleet.weights import Choice
+from kvrs.core.fleet.weights import RightWeights
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import (
@@ -435,7 +435,7 @@ class Control(Generic[S]):
         self.self_tests.choose(instance, ordered_s)
         self.weights_known((), now_s)
 
-    def heard(self, fingerprint: str, choice: Choice, now_s: float) -> None:
+    def heard(self, fingerprint: str, choice: RightWeights, now_s: float) -> None:
         """Take the model and weights that are right at another proxy, if they were chosen by a
         later order than here, or if nothing is known here.
         """

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.weights import Choice
+from kvrs.core.fleet.weights import RightWeights
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import DrainOrder, Hello
@@ -47,11 +47,11 @@ def test_a_worker_that_starts_begins_the_drains_of_another_one() -> None:
 def test_a_proxy_takes_a_later_order_about_the_weights_from_a_peer() -> None:
     """And no earlier one."""
     here, there = Driver().control, Driver().control
-    there.self_tests.choice = earlier = Choice(frozenset({"tokens a"}), 4.0)
+    there.self_tests.choice = earlier = RightWeights(frozenset({"tokens a"}), 4.0)
     there.instances.fingerprint = "old"
     tell(there, here)
     first = here.self_tests.choice
-    here.self_tests.choice = ordered = Choice(frozenset({"tokens b"}), 5.0)
+    here.self_tests.choice = ordered = RightWeights(frozenset({"tokens b"}), 5.0)
     here.instances.fingerprint = "new"
 
     tell(there, here)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.core.fleet.tested import Continues, Generated
-from kvrs.core.fleet.weights import Choice, Comparison, Standing, Vote, compare
+from kvrs.core.fleet.weights import Comparison, RightWeights, Standing, Vote, compare
 from kvrs.ids import InstanceId
 
 A = Vote(Generated((1, 2, 3), (4, 5, 6), Continues.SEEDED))
@@ -11,9 +11,9 @@ B = Vote(Generated((1, 2, 9), (4, 5, 6), Continues.SEEDED))
 C = Vote(Generated((7, 2, 3), (4, 5, 6), Continues.SEEDED))
 
 
-def known(configured: int = 3, choice: Choice | None = None, **votes: Vote) -> Comparison:
+def known(configured: int = 3, choice: RightWeights | None = None, **votes: Vote) -> Comparison:
     named = {InstanceId(name): vote for name, vote in votes.items()}
-    return compare(named, choice or Choice(), configured)
+    return compare(named, choice or RightWeights(), configured)
 
 
 def standings(compared: Comparison) -> str:
@@ -21,8 +21,8 @@ def standings(compared: Comparison) -> str:
     return "".join(compared.standing(vote).value[0] for vote in (A, B, C, Vote()))
 
 
-WAS_A, WAS_B = Choice(A.marks), Choice(B.marks)
-ORDERED_B = Choice(B.marks, 1.0)
+WAS_A, WAS_B = RightWeights(A.marks), RightWeights(B.marks)
+ORDERED_B = RightWeights(B.marks, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ ORDERED_B = Choice(B.marks, 1.0)
     ],
 )
 def test_the_weights_of_most_instances_are_right(
-    configured: int, choice: Choice | None, votes: dict[str, Vote], found: str
+    configured: int, choice: RightWeights | None, votes: dict[str, Vote], found: str
 ) -> None:
     assert standings(known(configured, choice, **votes)) == found
 

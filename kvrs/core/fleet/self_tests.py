@@ -25,7 +25,7 @@ from kvrs.core.fleet.tested import (
     TokensTest,
     TransferTest,
 )
-from kvrs.core.fleet.weights import Choice, Comparison, Standing, Vote, compare
+from kvrs.core.fleet.weights import Comparison, RightWeights, Standing, Vote, compare
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId
@@ -153,12 +153,12 @@ class SelfTests:
         self.stores = Stores(known, enabled=enabled)
         # The present or last process of each instance; other modules only read it.
         self.processes: dict[InstanceId, TestedProcess] = {}
-        # What the policy was last told of each instance (`news`).
+        # Last event about each instance for the policy (`news`).
         self._reported: dict[InstanceId, ev.SelfTested] = {}
         # Digests of weights by agents' reports, also of engines that have ended.
         self._digests: dict[InstanceId, str] = {}
         self.comparison = Comparison()
-        self.choice = Choice()  # The weights that count as right.
+        self.choice = RightWeights()  # The weights that count as right.
         # Instance whose present process an operator has chosen, and that has shown nothing yet.
         self._chosen: InstanceId | None = None
         # The decode instance that continues streams least exactly, by its test or else by its
@@ -236,7 +236,7 @@ class SelfTests:
             life = self.processes.get(region.engine)
             is_up = region.is_alive and self._known[region.engine].health is Health.UP
             if is_up and life is not None and life.digest != region.weights:
-                if life.digest:  # It was replaced, and only its agent has noticed.
+                if life.digest:  # The process was replaced, and only its agent has noticed.
                     life.generated = life.moves_kv = life.restores = None
                 life.digest, is_new = region.weights, True
         if is_new:
@@ -247,10 +247,10 @@ class SelfTests:
         """Let the weights of an instance's present process count as right, by an operator's order
         at this time of the wall clock.
         """
-        self._chosen, self.choice = instance, Choice(frozenset(), ordered_s)
+        self._chosen, self.choice = instance, RightWeights(frozenset(), ordered_s)
         self._compare()
 
-    def heard(self, choice: Choice) -> bool:
+    def heard(self, choice: RightWeights) -> bool:
         """Take another proxy's choice: a later order, or any choice if this proxy has none; return
         whether it was taken.
         """
@@ -311,15 +311,15 @@ class SelfTests:
         votes = {known.id: self._vote(known.id) for known in present}
         life = None if self._chosen is None else self.processes.get(self._chosen)
         if life is not None and life.vote.marks:
-            self._chosen, self.choice = None, Choice(life.vote.marks, self.choice.ordered_s)
+            self._chosen, self.choice = None, RightWeights(life.vote.marks, self.choice.ordered_s)
         configured = sum(known.role is not Role.PREFILL for known in present)
         self.comparison = compare(
             {name: vote for name, vote in votes.items() if vote.marks}, self.choice, configured
         )
-        # What was ordered stays, also while no instance has it.
+        # Ordered weights stay right, also while no instance has them.
         marks, is_ordered = self.comparison.marks, bool(self.choice.ordered_s)
         if marks and self._chosen is None and (marks & self.choice.marks or not is_ordered):
-            self.choice = Choice(marks, self.choice.ordered_s)
+            self.choice = RightWeights(marks, self.choice.ordered_s)
 
     def news(self, instances: Container[InstanceId]) -> list[ev.SelfTested]:
         """Events for the policy: about these instances, if tested, and about others whose results

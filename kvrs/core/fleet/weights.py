@@ -14,7 +14,7 @@ known prompt (its self-test).
 Each instance has one vote: for what its present process has shown, or else its last one. Deaths of
 right instances so do not make a wrong one right. The weights with most votes are right; of two with
 equally many those that were right before; and before any were, those that more than half of the
-configured instances have. An operator's choice stands above votes (`Choice`).
+configured instances have. An operator's choice stands above votes (`RightWeights`).
 """
 
 from collections import Counter
@@ -70,10 +70,12 @@ class Vote(msgspec.Struct, frozen=True):
         return self.generated.likeness(other.generated)
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """The weights that count as right at a proxy, as it tells others."""
+class RightWeights(msgspec.Struct, frozen=True):
+    """The weights that count as right at a proxy, in the form in which proxies exchange them."""
 
-    marks: frozenset[str] = frozenset()  # As in `Vote.marks`; empty: none count as right.
+    marks: frozenset[str] = (
+        frozenset()
+    )  # Marks of the weights (`Vote.marks`); empty: none count as right.
     # Time at which an operator has chosen them, in seconds of the wall clock; 0: by votes.
     ordered_s: float = 0.0
 
@@ -114,7 +116,7 @@ class Comparison:
         return Standing.OTHER if Likeness.OTHER in found else Standing.UNTESTED
 
 
-def compare(votes: Mapping[InstanceId, Vote], choice: Choice, configured: int) -> Comparison:
+def compare(votes: Mapping[InstanceId, Vote], choice: RightWeights, configured: int) -> Comparison:
     """Group the instances by weights, and find the right ones; equal votes are compared once.
     `choice`: what was right before. `configured`: number of instances that may vote.
     """
@@ -149,7 +151,7 @@ def compare(votes: Mapping[InstanceId, Vote], choice: Choice, configured: int) -
 def _right(
     groups: Mapping[InstanceId, InstanceId],
     votes: Mapping[InstanceId, Vote],
-    choice: Choice,
+    choice: RightWeights,
     configured: int,
 ) -> InstanceId | None:
     counts = Counter(groups.values())

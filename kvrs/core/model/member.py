@@ -224,8 +224,8 @@ class Member:
     # Digests of the tokens that the self-tests generate from one prompt, as `GREEDY:SEEDED`: of
     # instances with equal parts each generates the other's output again. Empty: not known.
     generates: str = ""
-    # Its weights are not the right ones, or not known while others are (`fleet/weights.py`): it
-    # gets new requests only if nothing else serves.
+    # True: the weights are not the right ones, or not known while others are (`fleet/weights.py`),
+    # so the instance gets new requests only if nothing else serves.
     is_doubted: bool = False
     # True: the watch fails although the instance delivers tokens, so it gets no new request.
     is_unwell: bool = False

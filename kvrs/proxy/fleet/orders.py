@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.weights import Choice
+from kvrs.core.fleet.weights import RightWeights
 from kvrs.core.model import events as ev
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
@@ -68,7 +68,7 @@ class ProxyOrders:
 
     def heard(self, hello: Hello) -> None:
         """Take over a peer's choice of the model and its weights, if it is a later one."""
-        choice = Choice(frozenset(hello.weights), hello.weights_ordered_s)
+        choice = RightWeights(frozenset(hello.weights), hello.weights_ordered_s)
         self._control.heard(hello.model, choice, self._clock())
 
     def accept(self, instance: str, ordered_s: float) -> None:

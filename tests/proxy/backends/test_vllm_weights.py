@@ -47,7 +47,7 @@ async def replace(system: Vllms, name: str, arithmetic: Arithmetic, *, is_held: 
 
 
 async def begun(system: Vllms) -> tuple[str | None, str | None, list[int]]:
-    """What the head of a new greedy stream says of exactness, and why not, and its ids."""
+    """The marks in the head of a new greedy stream, and its ids."""
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
     asked = body | {"return_token_ids": True}
     async with system.http.post(system.url + "/v1/completions", json=asked) as response:
@@ -117,7 +117,7 @@ def region(engine: str, weights: str, *, is_alive: bool = True) -> RegionReport:
 
 
 async def test_a_digest_tells_before_the_first_token(vllms: Builder) -> None:
-    """Of an agent that serves the server's rows."""
+    """The agent that serves the server's rows reports it."""
     system = await vllms(prepare=of_one_model, backup={"mode": "local"}, **TESTED)
     d0, d1 = system.agents["agent-n0"], system.agents["agent-n1"]
     d0.regions, d1.regions = [region("d0", "right")], [region("d1", "right")]
