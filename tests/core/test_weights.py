@@ -37,7 +37,7 @@ ORDERED_B = RightWeights(B.marks, 1.0)
         (2, WAS_A, {"d0": A, "d1": B}, "roou"),  # One of two was changed.
         (2, WAS_A, {"d0": B, "d1": B}, "oro" + "u"),  # Both were.
         (3, WAS_A, {"d0": A, "d1": B, "d2": C}, "roou"),
-        (4, WAS_A, {"d0": B, "d1": B, "d2": C, "d3": C}, "nnnn"),
+        (4, WAS_A, {"d0": B, "d1": B, "d2": C, "d3": C}, "ruuu"),  # None has shown what was right.
         (5, WAS_A, {"d0": A, "d1": B, "d2": B}, "oro" + "u"),
         (3, ORDERED_B, {"d0": A, "d1": A, "d2": B}, "oro" + "u"),
         (3, ORDERED_B, {"d0": A, "d1": A}, "roou"),  # What was chosen is gone.
@@ -79,3 +79,8 @@ def test_the_digests_of_engines_that_have_ended_still_count() -> None:
 
 def test_another_proxys_choice_decides_between_equally_many() -> None:
     assert standings(known(3, WAS_B, d0=A, d1=B)) == "orou"
+
+
+def test_what_a_peer_knows_is_right_doubts_what_has_shown_nothing_yet() -> None:
+    """At a proxy that was started a moment ago, and has tested no instance."""
+    assert standings(known(3, WAS_A)) == "ruuu"

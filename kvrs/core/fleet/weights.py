@@ -6,9 +6,9 @@ known prompt (its self-test).
 
 | an instance's process | its `Standing` | new streams |
 | --------------------- | -------------- | ----------- |
-| has shown nothing, and no weights count as right | NOT_COMPARED | go there |
+| has shown nothing, and no weights are known to be right | NOT_COMPARED | go there |
 | has shown the weights that count as right | RIGHT | go there |
-| has shown nothing | UNTESTED | go there if nothing else serves, marked |
+| has shown nothing, or none has shown those that are known to be right | UNTESTED | as with OTHER |
 | has shown others | OTHER | go there if nothing else serves, marked |
 
 Each instance has one vote: for what its present process has shown, or else its last one. Deaths of
@@ -88,6 +88,7 @@ class Comparison:
     # Name of each instance's group: that of its first instance.
     groups: Mapping[InstanceId, InstanceId] = field(default_factory=dict)
     right: InstanceId | None = None  # The group that counts as right; None: none does.
+    choice: RightWeights = field(default_factory=RightWeights)
     near_ties: bool = False  # Instances of equal weights differ by near-ties.
     # Instances of equal weights differ by near-ties, or only in sampled streams.
     sampled_ties: bool = False
@@ -108,7 +109,10 @@ class Comparison:
     def standing(self, vote: Vote) -> Standing:
         """Judge a process by what it has shown (`vote`)."""
         if self.right is None:
-            return Standing.NOT_COMPARED
+            # Another proxy, or this one before, has known right weights that no instance has shown.
+            if vote.marks & self.choice.marks:
+                return Standing.RIGHT
+            return Standing.UNTESTED if self.choice.marks else Standing.NOT_COMPARED
         right = [self.votes[name] for name, group in self.groups.items() if group == self.right]
         found = {vote.likeness(each) for each in right}
         if found & {Likeness.ALIKE, Likeness.NEAR}:
@@ -145,7 +149,7 @@ def compare(votes: Mapping[InstanceId, Vote], choice: RightWeights, configured: 
         groups |= {other: first for other, its in groups.items() if its in alike}
     of_each = {name: groups[firsts[_facts(vote)]] for name, vote in votes.items()}
     right = _right(of_each, votes, choice, configured)
-    return Comparison(votes, of_each, right, near_ties, sampled_ties, differs)
+    return Comparison(votes, of_each, right, choice, near_ties, sampled_ties, differs)
 
 
 def _right(
