@@ -241,7 +241,8 @@ class Admissions:
         served = self._instances.max_model_len
         if served is None:
             return MAX_ELEMENTS
-        longest_token = self._driver.tokenizer.longest_token
+        model = self._driver.tokenizer.files.served
+        longest_token = None if model is None else model.longest_token
         # vLLM's models may accept pictures, whose bytes are not limited by a number of tokens.
         if longest_token is not None and self._backend != VLLM:
             most = bytes_within(served, longest_token)

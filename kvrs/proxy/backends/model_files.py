@@ -71,6 +71,7 @@ class LocalModel:
         # The files are read only once: what the proxy promised when it admitted a stream must hold
         # at the recovery.
         self.has_tokenizer = directory is not None and (directory / _TOKENIZER).exists()
+        self.longest_token: int | None = None  # Characters; None: its tokenizer is not loaded.
         # Output limit of a chat without `max_tokens`; None: none.
         self.default_max_tokens = None if directory is None else default_max_tokens(directory)
         self.default_sampling = dict[str, float]()

@@ -414,11 +414,11 @@ class AttemptCalls:
         Raises:
             ConfigError: the client was promised exact tokens.
         """
-        journal = self._live.journal
-        standing = self._context.control.self_tests.standing(target)
-        if not standing.is_doubted:
+        if not self._instances.known[target].is_doubted:
             return
+        journal = self._live.journal
         if journal.promise is not ev.Promise.NONE:
+            standing = self._context.control.self_tests.standing(target)
             raise ConfigError(f"cannot begin at {target}: its weights are {standing.value}")
         if WEIGHTS not in journal.inexact:
             journal.inexact = (*journal.inexact, WEIGHTS)

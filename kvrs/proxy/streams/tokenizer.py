@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kvrs.errors import ConfigError
-from kvrs.proxy.backends.model_files import ModelFiles
+from kvrs.proxy.backends.model_files import LocalModel, ModelFiles
 from kvrs.text.output import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ class LazyTokenizer:
     def __init__(self, files: ModelFiles) -> None:
         self.files = files
         self._loading: dict[Path, asyncio.Task[Tokenizer]] = {}
-        self._longest: dict[Path, int] = {}
 
     @property
     def available(self) -> bool:
@@ -31,12 +30,6 @@ class LazyTokenizer:
         later.
         """
         return self.files.served is not None and self.files.served.has_tokenizer
-
-    @property
-    def longest_token(self) -> int | None:
-        """Characters of the longest token; None: not known yet."""
-        directory = self.files.directory
-        return None if directory is None else self._longest.get(directory)
 
     async def check(self) -> None:
         """Load the tokenizer; without one, log what is missing and the consequences.
@@ -60,7 +53,7 @@ class LazyTokenizer:
         if model is None or model.directory is None or not model.has_tokenizer:
             return
         try:
-            await self._load(model.directory)
+            await self._load(model, model.directory)
         except ConfigError as error:
             model.has_tokenizer = False
             log.warning("the tokenizer that was found is not used", extra={"cause": str(error)})
@@ -71,8 +64,8 @@ class LazyTokenizer:
         Raises:
             ConfigError: no tokenizer, or an unreadable one.
         """
-        directory = self.files.directory
-        if directory is None:
+        model, directory = self.files.served, self.files.directory
+        if model is None or directory is None:
             raise ConfigError(
                 "cluster.model: missing; the proxy needs its tokenizer to turn ids into text"
             )
@@ -80,20 +73,20 @@ class LazyTokenizer:
             raise ConfigError(
                 f"cluster.model: {directory} has no tokenizer.json; {_remedy(directory)}"
             )
-        return await self._load(directory)
+        return await self._load(model, directory)
 
-    async def _load(self, directory: Path) -> Tokenizer:
+    async def _load(self, model: LocalModel, directory: Path) -> Tokenizer:
         if (loading := self._loading.get(directory)) is None:
-            loading = asyncio.create_task(asyncio.to_thread(self._read, directory))
+            loading = asyncio.create_task(asyncio.to_thread(_read, model, directory))
             self._loading[directory] = loading
         # Shield the task: a waiter may be cancelled while others still wait for it.
         return await asyncio.shield(loading)
 
-    def _read(self, directory: Path) -> Tokenizer:
-        tokenizer = load_tokenizer(directory)
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self._longest[directory] = max(map(len, vocabulary), default=1)
-        return tokenizer
+
+def _read(model: LocalModel, directory: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(directory)
+    model.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+    return tokenizer
 
 
 def _remedy(directory: Path) -> str:
