@@ -142,7 +142,7 @@ INSTANCES = {
         lambda row: bool(at(row, "answers.ejected")), "1 while it is ejected, else 0."
     ),
     "kvrs_worker_differs": Row(
-        "differs", "1 while it computes other tokens than another worker that is up, else 0."
+        "differs", "1 while it has other weights than another worker that is up, else 0."
     ),
     "kvrs_worker_unprotected": Row(
         "unprotected", "1 while it decodes and no agent gets KV of its streams, else 0."

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -141,10 +142,13 @@ def _instance(
 
 
 def _differing(driver: Driver) -> set[InstanceId]:
-    """Return the instances whose tokens differ from those of another live instance."""
+    """Return the instances whose weights differ from those of another live instance; two versions
+    of an engine may answer differently with equal weights.
+    """
     tests, is_up = driver.control.self_tests, driver.control.instances.is_up
-    up = [name for name in tests.processes if is_up(name)]
-    return {name for name in up if {*tests.different(name)[0]} & {*up}}
+    up = {name: life for name, life in tests.processes.items() if is_up(name)}
+    pairs = combinations(up, 2)
+    return {name for one, two in pairs if tests.differ([up[one], up[two]]) for name in (one, two)}
 
 
 def _reloads(driver: Driver) -> dict[InstanceId, Reload]:

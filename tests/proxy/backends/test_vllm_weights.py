@@ -195,3 +195,34 @@ async def test_only_an_instance_that_answers_can_be_accepted(
 
     assert answer.status in (404, 409)
     assert allowed in said
+
+
+@pytest.mark.parametrize("digest", ["", "right"])
+async def test_an_engine_is_updated_one_server_at_a_time(vllms: Builder, digest: str) -> None:
+    """Streams go on between equal versions. One that answers otherwise is another model, unless an
+    agent has the digest of its weights; no stream goes there from the other version.
+    """
+    system = await vllms(prepare=of_one_model, backup={"mode": "local"}, **TESTED)
+    agents = {"d0": system.agents["agent-n0"], "d1": system.agents["agent-n1"]}
+    for name, agent in agents.items():
+        agent.regions = [region(name, digest)] if digest else []
+    await until_tested(system, "d0", "d1")
+    system.servers["d1"].version = "0.33.0"
+    await replace(system, "d1", RIGHT, is_held=False)
+    await until_tested(system, "d1")
+    system.shared.faults[3] = Fault.RESET
+
+    ids = await system.ids(PROMPT)
+    ((row,),) = [(await system.state())["recoveries"]]
+    system.servers["d0"].version = "0.33.1"
+    await replace(system, "d0", WRONG, is_held=False)
+    found = await until_tested(system, "d0")
+    state = {row["id"]: row for row in (await system.state())["instances"]}
+
+    assert ids == expected_ids(PROMPT, 6)
+    assert row["to"] != row["from"]
+    assert (found["d0"]["differs_from"], found["d0"]["weights"]) == (
+        ["d1"],
+        "right" if digest else "other",
+    )
+    assert state["d0"]["differs"] is (not digest)
