@@ -41,7 +41,7 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
         lacking = (each for each in view.targets() if not stream.is_served_at(each))
         excluded_epochs |= frozenset(member.id for member in lacking)
     is_bound = stream.tokens and (view.tokens_differ or stream.promise is not Promise.NONE)
-    if is_bound or (view.has_doubted and not stream.produced_tokens):
+    if is_bound or (view.has_doubted and not stream.tokens):
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
     if stream.must_replay:
         unable = (each for each in view.targets(stream.name) if not stream.may_replay(each))
@@ -93,7 +93,7 @@ def _foreign(
         each
         for each in open_
         if not each.continues(stream.tokens, stream.promise)
-        or (each.is_doubted and not stream.produced_tokens)
+        or (each.is_doubted and not stream.tokens)
     ]
     is_left = len(foreign) < len(open_) or stream.promise is not Promise.NONE
     return frozenset(member.id for member in foreign if is_left)

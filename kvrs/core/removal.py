@@ -50,6 +50,7 @@ def _take_out(control: Control[Any], known: Member, now_s: float) -> None:
     for book in (control.self_tests, control.leases, control.drains, control.gpus):
         book.forget(known.id)
     control.tell(ev.InstanceRemoved(known.id, {}), now_s)
+    control.weights_known((), now_s)  # One vote less.
 
 
 def remove_agent(control: Control[Any], known: Agent, now_s: float) -> None:

@@ -464,7 +464,7 @@ def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: b
         return False
     if member.id in stream.recovery.avoided:
         return False
-    if member.is_doubted and not stream.produced_tokens and view.has_better(member):
+    if member.is_doubted and not stream.tokens and view.has_better(member, stream.name):
         return False
     return barred_too or not stream.excluded_epochs or not stream.bars(member)
 

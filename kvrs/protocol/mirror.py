@@ -166,7 +166,7 @@ class DrainOrder(msgspec.Struct, frozen=True):
 
 
 MAX_MODEL = 1024  # Characters of a model's fingerprint.
-MAX_MARKS = 64
+MAX_MARK, MAX_MARKS = 128, 64  # Characters, and number.
 
 
 class Hello(msgspec.Struct, omit_defaults=True):

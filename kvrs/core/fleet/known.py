@@ -223,10 +223,14 @@ class Instances:
         return None
 
     def refused(self, known: Member, info: InstanceInfo) -> None:
-        """Keep what a refused instance says, until it is accepted, removed or says something
-        else.
+        """Keep what an instance says that is refused for its model alone, until it is accepted,
+        removed or says something else.
         """
-        self._refused[known.id] = info
+        own = known.id, known.node, known.role
+        if (info.id, info.node, info.role) == own and info.fingerprint != self.fingerprint:
+            self._refused[known.id] = info
+        else:
+            self._refused.pop(known.id, None)
 
     def root_of(self, instance: InstanceId) -> str:
         """Path of the model that a refused instance reports; empty: it is not refused for it."""
@@ -247,6 +251,13 @@ class Instances:
             raise RequestError(
                 f"{known.id} is {known.health}; allowed: an instance that is up, or refused for "
                 f"its model",
+                param="id",
+                status=409,
+            )
+        if served is not None and served.model != info.model:
+            raise RequestError(
+                f"{known.id} serves the name {info.model!r}; allowed: {served.model!r}, as the "
+                f"others (--served-model-name)",
                 param="id",
                 status=409,
             )

@@ -59,7 +59,9 @@ class Tries:
 
     def fail(self, cause: str, now_s: float) -> None:
         self.failures, self.put_offs = self.failures + 1, 0
-        self.cause, self.at_s = cause, now_s + min(_LONGEST_PAUSE_S, 2.0**self.failures)
+        is_left = self.failures >= _MAX_FAILURES  # But for the tests of tokens, which come rarely.
+        pause_s = _LONGEST_PAUSE_S if is_left else 2.0**self.failures
+        self.cause, self.at_s = cause, now_s + pause_s
 
     def put_off(self, cause: str, now_s: float) -> None:
         pause_s = min(_LONGEST_PAUSE_S, _LATER_S * 2.0 ** min(self.put_offs, 16))
@@ -159,8 +161,10 @@ class SelfTests:
         self._digests: dict[InstanceId, str] = {}
         self.comparison = Comparison()
         self.choice = RightWeights()  # The weights that count as right.
-        # Instance whose present process an operator has chosen, and that has shown nothing yet.
-        self._chosen: InstanceId | None = None
+        # Instance whose present process an operator has chosen, and that has shown nothing yet; and
+        # the time of the order.
+        self._chosen: tuple[InstanceId, float] | None = None
+        self._won_s = 0.0  # Time of the last order whose weights most instances have had since.
         # The decode instance that continues streams least exactly, by its test or else by its
         # declaration; None: all continue exactly.
         self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
@@ -195,6 +199,8 @@ class SelfTests:
             life.info = info
         else:
             self.processes[info.id] = _next_process(info, life, now_s)
+            if self._chosen is not None and self._chosen[0] == info.id:
+                self._chosen = None  # The order was for the process before.
             self.stores.begin(info.id)
             for other in self.processes.values():
                 other.partners.discard(info.id)
@@ -231,8 +237,9 @@ class SelfTests:
         for region in regions:
             if not region.weights or region.engine not in self._known:
                 continue
-            is_new |= self._digests.get(region.engine) != region.weights
-            self._digests[region.engine] = region.weights
+            if region.is_alive or region.engine not in self._digests:
+                is_new |= self._digests.get(region.engine) != region.weights
+                self._digests[region.engine] = region.weights
             life = self.processes.get(region.engine)
             is_up = region.is_alive and self._known[region.engine].health is Health.UP
             if is_up and life is not None and life.digest != region.weights:
@@ -247,7 +254,8 @@ class SelfTests:
         """Let the weights of an instance's present process count as right, by an operator's order
         at this time of the wall clock.
         """
-        self._chosen, self.choice = instance, RightWeights(frozenset(), ordered_s)
+        # An order is later than any before it, whatever the clocks of other proxies say.
+        self._chosen = instance, max(ordered_s, self.choice.ordered_s + 1e-3)
         self._compare()
 
     def heard(self, choice: RightWeights) -> bool:
@@ -255,7 +263,7 @@ class SelfTests:
         whether it was taken.
         """
         is_later = choice.ordered_s > self.choice.ordered_s
-        if not choice.marks or not (is_later or not (self.choice.marks or self._chosen)):
+        if not choice.marks or not (is_later or not self.choice.marks):
             return False
         self.choice, self._chosen = choice, None
         self._compare()
@@ -266,9 +274,10 @@ class SelfTests:
         life = self.processes.get(instance)
         if not self._enabled or life is None:
             return Standing.NOT_COMPARED
-        if life.decodes or life.digest:
-            return self.comparison.standing(life.vote)
-        return Standing.NOT_COMPARED  # A prefill instance, whose weights nothing shows.
+        found = self.comparison.standing(life.vote)
+        # Only a digest shows the weights of a prefill instance.
+        is_shown = life.decodes or found is not Standing.UNTESTED
+        return found if is_shown else Standing.NOT_COMPARED
 
     def _vote(self, instance: InstanceId) -> Vote:
         """Return what the instance's present process has shown, or else its last one."""
@@ -308,17 +317,23 @@ class SelfTests:
                 if (found := self.continues(name) or declared).is_below(self.least[1]):
                     self.least = name, found
         present = [known for known in self._known.values() if known.health is not Health.REMOVED]
-        votes = {known.id: self._vote(known.id) for known in present}
-        life = None if self._chosen is None else self.processes.get(self._chosen)
+        voters = [known for known in present if known.role is not Role.PREFILL]
+        votes = {known.id: self._vote(known.id) for known in voters}
+        chosen, ordered_s = self._chosen or ("", 0.0)
+        life = self.processes.get(InstanceId(chosen))
         if life is not None and life.vote.marks:
-            self._chosen, self.choice = None, RightWeights(life.vote.marks, self.choice.ordered_s)
-        configured = sum(known.role is not Role.PREFILL for known in present)
+            self._chosen, self.choice = None, RightWeights(life.vote.marks, ordered_s)
+        choice = self.choice
+        if choice.ordered_s <= self._won_s:  # From then on votes count again.
+            choice = RightWeights(choice.marks)
         self.comparison = compare(
-            {name: vote for name, vote in votes.items() if vote.marks}, self.choice, configured
+            {name: vote for name, vote in votes.items() if vote.marks}, choice, len(voters)
         )
+        if self.comparison.has_majority(len(voters)):
+            self._won_s = self.choice.ordered_s
         # Ordered weights stay right, also while no instance has them.
         marks, is_ordered = self.comparison.marks, bool(self.choice.ordered_s)
-        if marks and self._chosen is None and (marks & self.choice.marks or not is_ordered):
+        if marks and (marks & self.choice.marks or not is_ordered):
             self.choice = RightWeights(marks, self.choice.ordered_s)
 
     def news(self, instances: Container[InstanceId]) -> list[ev.SelfTested]:
@@ -424,6 +439,9 @@ class SelfTests:
         idle = [life for life in self.processes.values() if life.test is None]
         free = [life for life in idle if life.tries.at_s <= now_s and self._may_be_tested(life)]
         yield from (TokensTest(life.info.id) for life in free if life.lacks_tokens)
+        # A process stays doubted without it, so a test that always failed is tried on, rarely.
+        late = (life for life in idle if self._is_late(life) and life.tries.at_s <= now_s)
+        yield from (TokensTest(life.info.id) for life in late)
         for life in free:
             if self._tests_kv and (transfer := _transfer_test(life, free)) is not None:
                 yield transfer
@@ -443,7 +461,7 @@ class SelfTests:
             tries.at_s
             for life in self.processes.values()
             for tries in (life.tries, life.of_rows)
-            if tries.at_s > now_s and self._may_be_tested(life)
+            if tries.at_s > now_s and (self._may_be_tested(life) or self._is_late(life))
         )
         return min(waiting, default=None)
 
@@ -536,6 +554,11 @@ class SelfTests:
             and life.tries.losses < _MAX_LOSSES
         )
 
+    def _is_late(self, life: TestedProcess) -> bool:
+        """Return whether only the rare tests of tokens are left to a process that has none."""
+        is_up = self._known[life.info.id].health is Health.UP
+        return is_up and life.lacks_tokens and not self._may_be_tested(life)
+
     def _is_done(self, life: TestedProcess) -> bool:
         """Return whether no test of this process is left with the instances that are up."""
         if not self._may_be_tested(life):
@@ -573,6 +596,9 @@ def _next_process(info: InstanceInfo, before: TestedProcess | None, now_s: float
     if before is not None and _version(before.info) == _version(info):
         life.tries.losses, life.of_rows.losses = before.tries.losses, before.of_rows.losses
         life.tries.at_s = 0.0 if life.former == Seen() else now_s + _LATER_S
+    if life.tries.losses >= _MAX_LOSSES:
+        life.tries.at_s = now_s + _LONGEST_PAUSE_S
+        life.tries.cause = "the instance has ended in its tests"
     if life.of_rows.losses >= _MAX_LOSSES:
         life.restores = False
         life.of_rows.cause = "the instance has ended in its tests of rows"

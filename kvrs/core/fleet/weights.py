@@ -106,6 +106,11 @@ class Comparison:
         right = (self.votes[name] for name, group in self.groups.items() if group == self.right)
         return frozenset[str]().union(*(vote.marks for vote in right))
 
+    def has_majority(self, configured: int) -> bool:
+        """Return whether more than half of the configured instances have the right weights."""
+        count = sum(group == self.right for group in self.groups.values())
+        return self.right is not None and 2 * count > configured
+
     def standing(self, vote: Vote) -> Standing:
         """Judge a process by what it has shown (`vote`)."""
         if self.right is None:

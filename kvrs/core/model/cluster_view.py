@@ -282,14 +282,15 @@ class ClusterView:
             del decoders[at]
             insort(decoders, member, key=_rank)
 
-    def has_better(self, doubted: Member) -> bool:
+    def has_better(self, doubted: Member, name: str) -> bool:
         """Return whether instances whose weights are not doubted have the roles of this one, and
-        serve; slow ones do.
+        serve this model name (empty: any); slow ones do.
         """
         others = [
             each
             for each in self.members.values()
             if not (each.is_doubted or each.is_drained or each.answers.is_ejected)
+            and (not name or name in each.names)
         ]
         return have_roles_of(doubted, others)
 

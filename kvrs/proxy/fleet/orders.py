@@ -13,7 +13,7 @@ from kvrs.core.model import events as ev
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ExitReport, RankRequest
-from kvrs.protocol.mirror import MAX_MARKS, MAX_MODEL, DrainOrder, Hello
+from kvrs.protocol.mirror import MAX_MARK, MAX_MARKS, MAX_MODEL, DrainOrder, Hello
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.backends.backend import Backend
 
@@ -61,8 +61,8 @@ class ProxyOrders:
         return msgspec.structs.replace(
             me,
             drains=self.drains(),
-            model=model[:MAX_MODEL],
-            weights=sorted(choice.marks)[:MAX_MARKS],
+            model=model if len(model) <= MAX_MODEL else "",
+            weights=sorted(each for each in choice.marks if len(each) <= MAX_MARK)[:MAX_MARKS],
             weights_ordered_s=choice.ordered_s,
         )
 

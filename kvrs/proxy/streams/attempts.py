@@ -398,7 +398,11 @@ class AttemptCalls:
             self._end_replays()
         is_sampled = live.journal.parsed.request.temperature > 0
         tests = self._context.control.self_tests
-        if all(
+        process = tests.processes.get(target)
+        differs = process is not None and tests.differ((*live.decoders, process))
+        if not live.decoders:  # Another proxy began the stream, on weights that are not known here.
+            differs |= tests.standing(target).is_doubted
+        if not differs and all(
             tests.goes_on(each, target, sampled=is_sampled, replays=replays)
             for each in live.decoders
         ):

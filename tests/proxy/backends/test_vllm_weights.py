@@ -226,3 +226,59 @@ async def test_an_engine_is_updated_one_server_at_a_time(vllms: Builder, digest:
         "right" if digest else "other",
     )
     assert state["d0"]["differs"] is (not digest)
+
+
+async def test_digests_that_differ_keep_a_stream_from_going_on(vllms: Builder) -> None:
+    """Before any test has ended."""
+
+    def prepare(servers: Servers) -> None:
+        for name, arithmetic in (("d0", RIGHT), ("d1", WRONG)):
+            servers[name].arithmetic, servers[name].denies = arithmetic, 500
+            servers[name].denies_beyond_tokens = 8
+
+    system = await vllms(prepare=prepare, backup={"mode": "local"}, **TESTED)
+    system.agents["agent-n0"].regions = [region("d0", "right")]
+    system.agents["agent-n1"].regions = [region("d1", "other")]
+
+    async def are_known() -> bool:
+        rows = (await system.state())["instances"]
+        return [row["self_test"]["weights_digest"] for row in rows[1:]] == ["right", "other"]
+
+    await system.until(are_known)
+    system.shared.faults[3] = Fault.RESET
+    request = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stream": True}
+    async with system.http.post(system.url + "/v1/completions", json=request) as response:
+        body = await response.read()
+
+    assert "X-Kvrs-Exact" not in response.headers
+    assert b"data: [DONE]" not in body
+    assert b'"code":"inexact"' in body
+
+
+async def test_a_name_that_only_a_doubted_instance_has_is_served_there(vllms: Builder) -> None:
+    def prepare(servers: Servers) -> None:
+        of_one_model(servers)
+        for name in ("p0", "d1"):
+            servers[name].adapters = {"lora1": "/adapters/1"}
+
+    system = await vllms(prepare=prepare, **TESTED)
+    await until_tested(system, "d0", "d1")
+    await replace(system, "d1", RIGHT, is_held=True)
+
+    status, _ = await system.ask({"model": "lora1", "prompt": PROMPT, "max_tokens": 6})
+
+    assert status == 200
+
+
+async def test_a_process_whose_test_failed_is_tested_again_later(vllms: Builder) -> None:
+    """Or it would be doubted for as long as it runs."""
+    system = await vllms(prepare=of_one_model, **TESTED)
+    await until_tested(system, "d0", "d1")
+    await replace(system, "d1", RIGHT, is_held=True)
+    await asyncio.sleep(120.0)
+
+    system.servers["d1"].denies = None
+    await asyncio.sleep(700.0)
+
+    rows = (await system.state())["instances"]
+    assert rows[2]["self_test"]["weights"] == "right"
