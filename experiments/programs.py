@@ -442,6 +442,8 @@ OTHERS = (
         quick=(0.5, "run --differ 0.002 --quick"),
     ),
     _of("parsed_deaths", "price", 5, "price", quick=(0.5, "price --quick")),
+    _of("kill_spread", "kill_spread", 5, quick=(0.5, "run --quick")),
+    Experiment("kill_spread", ("before",), 0, ""),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
     _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),
