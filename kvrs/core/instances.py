@@ -13,6 +13,7 @@ from kvrs.core.model.reforming import cause_of
 from kvrs.core.model.reports import changes_ranks
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.replay import REPLAY_S_MAX
+from kvrs.core.outliers import peers
 from kvrs.core.state import State
 from kvrs.ids import StreamId
 from kvrs.protocol.gpus import GpuState
@@ -53,8 +54,8 @@ def up(state: State, event: ev.InstanceUp, now_s: float) -> None:
 
 def _pause_after_deaths(state: State, member: Member, now_s: float) -> None:
     """Close a new process for a while if its predecessors died quickly."""
-    deaths = member.answers.quick_deaths = state.quick_deaths.get(member.id, 0)
-    member.up_s = now_s
+    deaths, _ = state.quick_deaths.get(member.id, (0, 0.0))
+    member.answers.quick_deaths, member.up_s = deaths, now_s
     if deaths >= _FREE_DEATHS:
         cause = f"it died {deaths} times within {_QUICK_S:g} s of coming up"
         pause = pause_s(member.id, _FIRST_PAUSE_S, deaths - _FREE_DEATHS)
@@ -258,10 +259,7 @@ def _lose(
 ) -> list[Stream]:
     """Remove the instance and its streams from the books; return the streams to place again."""
     state.view.remove(member)
-    if now_s - member.up_s < _QUICK_S:
-        state.quick_deaths[member.id] = state.quick_deaths.get(member.id, 0) + 1
-    else:
-        state.quick_deaths.pop(member.id, None)
+    _count_if_quick(state, member, now_s)
     is_last = not have_roles_of(member, [*state.view.members.values()])
     counted = state.poison.lost(member, now_s, is_last=is_last)
     waiting = [stream for stream in counted if stream.stage is Stage.WAITING]
@@ -271,6 +269,20 @@ def _lose(
     victims = _leave(state, member, event, now_s)
     starter.clear_suspects(state, member.id, cause)
     return [*victims, *waiting]
+
+
+def _count_if_quick(state: State, member: Member, now_s: float) -> None:
+    """Count a death soon after coming up; the count begins anew unless one other instance of the
+    role has outlived all of these deaths. Where all die alike, a pause saves no stream: it gathers
+    them at the instances that are left, and the next death hits all of them.
+    """
+    if now_s - member.up_s >= _QUICK_S:
+        state.quick_deaths.pop(member.id, None)
+        return
+    deaths, since_s = state.quick_deaths.get(member.id, (0, member.up_s))
+    if not any(each.up_s <= since_s for each in peers(state, member) if each is not member):
+        deaths, since_s = 0, member.up_s
+    state.quick_deaths[member.id] = deaths + 1, since_s
 
 
 def _leave(

@@ -195,7 +195,7 @@ def keep_to_asked(state: State, stream: Stream, event: ev.AttemptFailed) -> None
     """
     asked = [each.instance for each in stream.refusals if each.is_alike(event)]
     member = state.view.members.get(event.instance)
-    stream.keep_to([*asked, event.instance], [] if member is None else _peers(state, member))
+    stream.keep_to([*asked, event.instance], [] if member is None else peers(state, member))
 
 
 def _is_shown_by_another(state: State, stream: Stream, event: ev.AttemptFailed) -> bool:
@@ -214,7 +214,7 @@ def _others(state: State, stream: Stream, member: Member) -> list[Member]:
     """Other instances of the same role that may be asked for the stream."""
     return [
         other
-        for other in _peers(state, member)
+        for other in peers(state, member)
         if other is not member
         and stream.is_served_at(other)
         and not other.is_drained
@@ -277,7 +277,7 @@ def _may_eject(state: State, member: Member) -> bool:
     return True
 
 
-def _peers(state: State, member: Member) -> list[Member]:
+def peers(state: State, member: Member) -> list[Member]:
     """Instances of the member's role, including itself."""
     return [
         other

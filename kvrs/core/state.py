@@ -112,7 +112,8 @@ class State:
     arrivals: int = 0
 
     # Written by `instances.py`.
-    quick_deaths: dict[InstanceId, int] = field(default_factory=dict)  # Consecutive quick deaths.
+    # Consecutive quick deaths, and the time at which the first of these processes came up.
+    quick_deaths: dict[InstanceId, tuple[int, float]] = field(default_factory=dict)
     # Instances with an unhealthy GPU, including their next process, which uses the same GPU.
     gpu_degraded: set[InstanceId] = field(default_factory=set)
     drain_ordered: set[InstanceId] = field(default_factory=set)

@@ -1,6 +1,7 @@
 """Retries of one proxy as a share of its starts, and instances that restart in a loop."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -148,6 +149,59 @@ def test_an_instance_that_has_lived_for_a_while_is_in_no_loop() -> None:
 
     row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
     assert (row["health"]["quick_deaths"], row["health"]["paused_s"]) == (0, 0.0)
+
+
+def health(harness: PolicyHarness, name: str) -> Any:
+    rows = harness.policy.snapshot()["instances"]
+    return next(row["health"] for row in rows if row["id"] == name)
+
+
+def killed_in_turn(*names: str) -> PolicyHarness:
+    """Each instance dies six times, a few seconds after it has come up, and is back 1 s later."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    for epoch in range(1, 7):
+        for name in names:
+            harness.now_s += 2.0
+            harness.lose(name, epoch)
+            harness.now_s += 1.0
+            harness.handle(instance_up(name, epoch + 1))
+    return harness
+
+
+def test_no_instance_is_paused_where_all_die_alike() -> None:
+    """A pause would only gather all streams at those that are left, for the next death."""
+    harness = killed_in_turn("d0", "d1", "d2")
+
+    found = [health(harness, name) for name in ("d0", "d1", "d2")]
+    assert [(each["paused_s"], each["quick_deaths"]) for each in found] == [(0.0, 1)] * 3
+    used = {harness.decoding(f"s{n}").plan.decode for n in range(3)}
+    assert used == {"d0", "d1", "d2"}
+
+
+def test_two_instances_in_a_loop_are_paused_beside_one_that_lives() -> None:
+    harness = killed_in_turn("d0", "d1")
+
+    assert all(health(harness, name)["paused_s"] > 5.0 for name in ("d0", "d1"))
+    assert {harness.decoding(f"s{n}").plan.decode for n in range(3)} == {"d2"}
+
+
+def test_a_loop_is_counted_anew_once_all_others_have_died() -> None:
+    """The next two deaths that another instance outlives begin a row again."""
+    harness = killed_in_turn("d0")
+    harness.lose("d1")
+    harness.handle(instance_up("d1", 2))
+    harness.lose("d2")
+    harness.handle(instance_up("d2", 2))
+    counts = []
+
+    for epoch in range(7, 10):
+        harness.lose("d0", epoch)
+        harness.now_s += 1.0
+        harness.handle(instance_up("d0", epoch + 1))
+        counts.append(health(harness, "d0")["quick_deaths"])
+
+    assert counts == [1, 2, 3]
+    assert health(harness, "d0")["paused_s"] >= 2.0
 
 
 def test_an_empty_bucket_of_100_is_full_again_after_10_s() -> None:
