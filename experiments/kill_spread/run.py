@@ -316,7 +316,9 @@ def keep(options: argparse.Namespace, record: Record, trials: Sequence[Trial], k
     console.print(table_of(trials))
     missed = misses(trials)
     console.print("missed:", missed or "nothing", markup=False)
-    figures = {"kills": kills, "trials": [asdict(trial) for trial in trials], "missed": missed}
+    # `asdict` counts the items of a Counter.
+    rows = [asdict(trial) | {"failed": dict(trial.failed)} for trial in trials]
+    figures = {"kills": kills, "trials": rows, "missed": missed}
     record.keep(options.out, "kill_spread", figures, console.export_text())
     return 1 if missed else 0
 

@@ -563,3 +563,19 @@ def test_an_error_in_a_test_of_rows_is_a_failure_of_its_target_alone() -> None:
     shown = bench.described(test.target)
     assert (shown["restores"], shown["cause"]) == (False, "sent an error event")
     assert bench.described(test.holder)["failures"] == 0
+
+
+@pytest.mark.parametrize(("greedy", "weights"), [((1, 2, 3), "right"), ((1, 2, 4), "other")])
+def test_the_first_tokens_of_a_test_show_the_weights(greedy: tuple[int, ...], weights: str) -> None:
+    """New streams need not wait for its end; what is cut does, since nothing is known of cuts."""
+    bench = Bench("d0", "d1", "d2", tests_kv=False)
+    bench.run()
+    bench.up("d0", epoch=2, fingerprint="", engine="0.33")
+    test = bench.next()
+    assert isinstance(test, TokensTest)
+
+    before = bench.tests.standing(InstanceId("d0"))
+    bench.tests.glimpsed(test, Generated(greedy, (), Continues.GREEDY))
+
+    assert (before, bench.tests.standing(InstanceId("d0"))) == ("untested", weights)
+    assert bench.tests.continues(InstanceId("d0")) is None

@@ -79,6 +79,8 @@ class TestedProcess:
 
     info: InstanceInfo
     generated: Generated | None = None
+    # The uncut greedy tokens of a running test: they show the weights before the test has ended.
+    glimpse: Generated | None = None
     # The ability to move KV to and from the process; None: not tested, or no KV moved in tests with
     # other instances of unknown ability.
     moves_kv: bool | None = None
@@ -274,7 +276,10 @@ class SelfTests:
         life = self.processes.get(instance)
         if not self._enabled or life is None:
             return Standing.NOT_COMPARED
-        found = self.comparison.standing(life.vote)
+        vote = life.vote
+        if life.generated is None and life.glimpse is not None:
+            vote = Vote(life.glimpse, life.digest, life.info.engine)
+        found = self.comparison.standing(vote)
         # Only a digest shows the weights of a prefill instance.
         is_shown = life.decodes or found is not Standing.UNTESTED
         return found if is_shown else Standing.NOT_COMPARED
@@ -464,6 +469,12 @@ class SelfTests:
             if tries.at_s > now_s and (self._may_be_tested(life) or self._is_late(life))
         )
         return min(waiting, default=None)
+
+    def glimpsed(self, test: TokensTest, found: Generated) -> None:
+        """Note the greedy tokens of a test that runs."""
+        life = self.processes.get(test.instance)
+        if life is not None and life.test is test:
+            life.glimpse = found
 
     def generated(self, test: TokensTest, found: Generated) -> None:
         for life in self._end(test):

@@ -148,7 +148,7 @@ class SelfTester:
         facts: dict[str, Any]
         match test:
             case TokensTest(instance=instance):
-                found = await self._generate(instance)
+                found = await self._generate(test)
                 self._tests.generated(test, found)
                 facts = {"instance": instance, "continues": found.continues.value}
                 fault = "" if found.name else "it continues nothing"
@@ -180,14 +180,14 @@ class SelfTester:
             await asyncio.sleep(_COUNT_PAUSE_S)
         return found
 
-    async def _generate(self, instance: InstanceId) -> Generated:
-        """Generate uncut streams, greedy and with a seed; the latter warms up the sampler's
-        kernels. Then continue both at once from a cut, in one batch, as after the loss of an
-        instance, and compare. An engine that refuses sampling counts as answering like the greedy
-        stream. An engine with a source of drafts gets some drafts, one of them wrong.
+    async def _generate(self, test: TokensTest) -> Generated:
+        """Generate uncut streams: a greedy one first, which shows the weights, and one with a seed,
+        which warms up the sampler's kernels. Then continue both at once from a cut, in one batch,
+        as after the loss of an instance, and compare. An engine that refuses sampling counts as
+        answering like the greedy stream. An engine with a source of drafts gets some drafts, one of
+        them wrong.
         """
-        if self._driver.engine is Engine.VLLM:
-            await self._warm_up(instance)
+        instance = test.instance
         drafted = (await self._streams.backend(instance).load()).speculation is not None
         journals = [
             self._streams.journal(instance, None, lists=True),
@@ -200,12 +200,17 @@ class SelfTester:
             # for without any.
             journals[0] = self._streams.journal(instance, None)
             likeliest = await self._streams.stream(instance, journals[0])
+        model = self._streams.info(instance).root
+        greedy = tuple(journals[0].output_ids)
+        self._tests.glimpsed(test, Generated(greedy, (), Continues.GREEDY, likeliest, model))
+        self._control.weights_known((instance,), self._clock())
+        if self._driver.engine is Engine.VLLM:
+            await self._warm_up(instance)
         try:
             await self._streams.stream(instance, journals[1])
         except RefusedError:
             del journals[1]
         whole = [tuple(journal.output_ids) for journal in journals]
-        model = self._streams.info(instance).root
         try:
             rests = await asyncio.gather(
                 *(self._continue(instance, journal, drafted=drafted) for journal in journals)
