@@ -282,3 +282,25 @@ async def test_a_process_whose_test_failed_is_tested_again_later(vllms: Builder)
 
     rows = (await system.state())["instances"]
     assert rows[2]["self_test"]["weights"] == "right"
+
+
+async def test_a_strict_proxy_waits_for_weights_that_are_known(vllms: Builder) -> None:
+    """Where nothing else serves; in the end the client is told to come again."""
+    system = await vllms(
+        prepare=of_one_model,
+        proxy={"self_test": True, "inexact": "refuse"},
+        policy={"recovery": {"wait_s": 3.0}},
+    )
+    await until_tested(system, "d0", "d1")
+    await replace(system, "d1", RIGHT, is_held=True)
+    await system.servers["d0"].kill()
+    await system.until_health(d0="down")
+
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
+    async with system.http.post(system.url + "/v1/completions", json=body) as refused:
+        await refused.read()
+    system.servers["d1"].denies = None
+    await until_tested(system, "d1")
+
+    assert (refused.status, "Retry-After" in refused.headers) == (503, True)
+    assert await begun(system) == (None, None, expected_ids(PROMPT, 6))
