@@ -579,3 +579,13 @@ def test_the_first_tokens_of_a_test_show_the_weights(greedy: tuple[int, ...], we
 
     assert (before, bench.tests.standing(InstanceId("d0"))) == ("untested", weights)
     assert bench.tests.continues(InstanceId("d0")) is None
+
+
+def test_an_instance_with_other_weights_takes_no_promise_from_the_others() -> None:
+    """However it continues what is cut: no exact stream goes there."""
+    bench = Bench("d0", "d1", "d2", tests_kv=False)
+    bench.generates["d2"] = Generated((1, 2, 4), (4, 5, 6), Continues.TEXT)
+    bench.run()
+
+    assert bench.tests.standing(InstanceId("d2")) == "other"
+    assert bench.tests.least == (None, Continues.SEEDED)

@@ -314,13 +314,6 @@ class SelfTests:
         """Group the instances by their tested outputs, and find the one that continues least
         exactly.
         """
-        self.least = None, Continues.SEEDED
-        for name in self._known:
-            if (life := self.processes.get(name)) is not None and life.decodes:
-                is_exact = Capability.EXACT_RESUME in life.info.capabilities
-                declared = Continues.SEEDED if is_exact else Continues.GREEDY
-                if (found := self.continues(name) or declared).is_below(self.least[1]):
-                    self.least = name, found
         present = [known for known in self._known.values() if known.health is not Health.REMOVED]
         voters = [known for known in present if known.role is not Role.PREFILL]
         votes = {known.id: self._vote(known.id) for known in voters}
@@ -340,6 +333,15 @@ class SelfTests:
         marks, is_ordered = self.comparison.marks, bool(self.choice.ordered_s)
         if marks and (marks & self.choice.marks or not is_ordered):
             self.choice = RightWeights(marks, self.choice.ordered_s)
+        self.least = None, Continues.SEEDED
+        for name in self._known:
+            life, is_other = self.processes.get(name), self.standing(name) is Standing.OTHER
+            # No exact stream goes to an instance with other weights, however that continues it.
+            if life is not None and life.decodes and not is_other:
+                is_exact = Capability.EXACT_RESUME in life.info.capabilities
+                declared = Continues.SEEDED if is_exact else Continues.GREEDY
+                if (found := self.continues(name) or declared).is_below(self.least[1]):
+                    self.least = name, found
 
     def news(self, instances: Container[InstanceId]) -> list[ev.SelfTested]:
         """Events for the policy: about these instances, if tested, and about others whose results
