@@ -431,8 +431,8 @@ class Control(Generic[S]):
         operator's order at this time of the wall clock. Raises RequestError, like
         `Instances.expect`.
         """
-        self.instances.expect(self.instances.known[instance])
-        self.self_tests.choose(instance, ordered_s)
+        epoch = self.instances.expect(self.instances.known[instance])
+        self.self_tests.choose(instance, epoch, ordered_s)
         self.weights_known((), now_s)
 
     def heard(self, fingerprint: str, choice: RightWeights, now_s: float) -> None:

@@ -237,15 +237,16 @@ class Instances:
         info = self._refused.get(instance)
         return "" if info is None else info.root
 
-    def expect(self, known: Member) -> None:
-        """Let the model of an instance, used or refused, be the served one from now on. Instances
-        with another one that are up stay until their processes end.
+    def expect(self, known: Member) -> int:
+        """Let the model of an instance, used or refused, be the served one from now on; return the
+        epoch of the instance's present process. Instances with another model that are up stay until
+        their processes end.
 
         Raises:
             RequestError: the instance is neither, or has KV of another shape.
         """
         if known.health is Health.UP:
-            return
+            return known.info.epoch
         info, served = self._refused.get(known.id), self._served
         if known.health is not Health.REFUSED or info is None:
             raise RequestError(
@@ -269,6 +270,7 @@ class Instances:
                 status=409,
             )
         self.fingerprint = info.fingerprint
+        return info.epoch
 
     def accept(self, known: Member, info: InstanceInfo) -> ev.InstanceUp:
         """Use the instance from now on, and return the event for the policy. A process that was up

@@ -164,8 +164,8 @@ class SelfTests:
         self.comparison = Comparison()
         self.choice = RightWeights()  # The weights that count as right.
         # Instance whose present process an operator has chosen, and that has shown nothing yet; and
-        # the time of the order.
-        self._chosen: tuple[InstanceId, float] | None = None
+        # the epoch of that process and the time of the order.
+        self._chosen: tuple[InstanceId, int, float] | None = None
         self._won_s = 0.0  # Time of the last order whose weights most instances have had since.
         # The decode instance that continues streams least exactly, by its test or else by its
         # declaration; None: all continue exactly.
@@ -201,7 +201,8 @@ class SelfTests:
             life.info = info
         else:
             self.processes[info.id] = _next_process(info, life, now_s)
-            if self._chosen is not None and self._chosen[0] == info.id:
+            chosen, epoch, _ = self._chosen or ("", 0, 0.0)
+            if chosen == info.id and epoch != info.epoch:
                 self._chosen = None  # The order was for the process before.
             self.stores.begin(info.id)
             for other in self.processes.values():
@@ -252,12 +253,12 @@ class SelfTests:
             self._compare()
         return is_new
 
-    def choose(self, instance: InstanceId, ordered_s: float) -> None:
-        """Let the weights of an instance's present process count as right, by an operator's order
-        at this time of the wall clock.
+    def choose(self, instance: InstanceId, epoch: int, ordered_s: float) -> None:
+        """Let the weights of an instance's process of this epoch count as right, by an operator's
+        order at this time of the wall clock.
         """
         # An order is later than any before it, whatever the clocks of other proxies say.
-        self._chosen = instance, max(ordered_s, self.choice.ordered_s + 1e-3)
+        self._chosen = instance, epoch, max(ordered_s, self.choice.ordered_s + 1e-3)
         self._compare()
 
     def heard(self, choice: RightWeights) -> bool:
@@ -317,9 +318,9 @@ class SelfTests:
         present = [known for known in self._known.values() if known.health is not Health.REMOVED]
         voters = [known for known in present if known.role is not Role.PREFILL]
         votes = {known.id: self._vote(known.id) for known in voters}
-        chosen, ordered_s = self._chosen or ("", 0.0)
+        chosen, epoch, ordered_s = self._chosen or ("", 0, 0.0)
         life = self.processes.get(InstanceId(chosen))
-        if life is not None and life.vote.marks:
+        if life is not None and life.info.epoch == epoch and life.vote.marks:
             self._chosen, self.choice = None, RightWeights(life.vote.marks, ordered_s)
         choice = self.choice
         if choice.ordered_s <= self._won_s:  # From then on votes count again.

@@ -194,12 +194,21 @@ async def test_a_new_model_is_accepted_by_one_order(
     new.mkdir()
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(Path(vllm_model) / name, new)
-    system = await serving(vllms, vllm_model)
+    system = await vllms(
+        prepare=lambda servers: rooted(servers, vllm_model),
+        **NO_MODEL | {"proxy": {"self_test": True}},
+    )
     await replace(system, "d1", str(new))
     await system.until_health(d1="refused")
 
     status, _ = await accept(system, "d1")
     await system.until_health(p0="up", d0="up", d1="up")
+
+    async def is_right() -> bool:
+        rows = (await system.state())["instances"]
+        return [row["self_test"]["weights"] for row in rows[1:]] == ["other", "right"]
+
+    await system.until(is_right)
     await replace(system, "d0", vllm_model)
     await system.until_health(d0="refused")
 
