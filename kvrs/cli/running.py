@@ -107,11 +107,7 @@ def accept(
     admin_url: AdminUrl = None,
     config: AdminConfig = None,
 ) -> None:
-    """Accept an instance's model and weights as the right ones, at a proxy and its peers.
-
-    New streams go to instances with these weights, and others get them only if nothing else serves,
-    until they are replaced too. Open streams go on where they began.
-    """
+    """Accept an instance's model and weights as the right ones, at a proxy and its peers."""
     from kvrs.net.admin import AdminClient
 
     client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)

@@ -1,7 +1,6 @@
 """Files for servers of vLLM: which agents they allow, and what of earlier versions is refused."""
 
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from kvrs.config.exposure import needs_secret
 from kvrs.config.file import parse_config
 from kvrs.config.first_file import first_file
 from kvrs.config.settings import parse_yaml
-from kvrs.config.source import merged
 from kvrs.errors import ConfigError
 from kvrs_testkit.vllm_cluster import document
 
@@ -82,17 +80,12 @@ def test_the_first_file_for_vllm_has_nothing_that_is_off() -> None:
     assert not needs_secret(config)
 
 
-def test_lines_of_the_guide_give_the_first_file_its_agents() -> None:
-    """Laid over it, as the page says; then a secret is needed."""
+def test_the_file_of_the_guide_has_agents() -> None:
+    """It is whole, and needs a secret."""
     page = (ROOT / "docs/guide/vllm-tier.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"    backup: \{mode: remote.*(?:\n    .*)+", page)
-    above = parse_yaml(textwrap.dedent(lines))
-    document = parse_yaml(first_file(Backend.VLLM))
-    for node, more in zip(document["cluster"]["nodes"], above["cluster"].pop("nodes"), strict=True):
-        assert node["id"] == more["id"]
-        node |= more
+    (text,) = re.findall(r"```yaml\n(backup: \{mode: remote.*?)```", page, re.DOTALL)
 
-    config = parse_config(merged(document, above))
+    config = parse_config(parse_yaml(text))
 
     assert [config.cluster.row_holder(each.id) for each in config.cluster.nodes] == [
         *reversed(config.cluster.nodes)
