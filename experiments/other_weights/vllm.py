@@ -79,6 +79,7 @@ class Rounds:
         await asyncio.to_thread(self.servers.start, "d1")
         await self._until(lambda rows: rows["d1"]["health"] == "up")
         up_s = time.monotonic()
+        self._begun.clear()
         asked = [asyncio.create_task(self._ask(each, at)) for at, each in enumerate(cut)]
         known = asyncio.create_task(self._until(lambda rows: _is(rows["d1"], "other")))
         await self._under_way(len(cut))
@@ -87,6 +88,7 @@ class Rounds:
         found = list(await asyncio.gather(*asked))
         await known
         known_after_s = time.monotonic() - up_s
+        self._begun.clear()
         asked = [asyncio.create_task(self._ask(each, at)) for at, each in enumerate(before)]
         await self._under_way(len(before))
         await asyncio.to_thread(self.servers.kill, "d2")
