@@ -1,7 +1,7 @@
 """Processes of a configuration whose instances are unmodified servers, of vLLM or SGLang."""
 
 import signal
-from abc import ABC, abstractmethod
+from abc import ABC
 
 from kvrs.config.file import Config
 from kvrs_testkit.processes import Processes
@@ -35,9 +35,9 @@ class EngineServers(Processes, ABC):
     def url(self, name: str) -> str:
         return self._instances[name].url
 
-    @abstractmethod
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to all processes of a server."""
+        """Send a signal to all processes of a server, here its only one."""
+        self._running[name].send_signal(number)
 
     def start_all(self) -> None:
         """Start all agents and instances, and wait until they are ready."""

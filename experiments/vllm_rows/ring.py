@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
@@ -61,9 +60,6 @@ class TieredVllms(EngineServers, ForkedProcesses):
     """The instances of a configuration as scripted servers with a tier, and its agents."""
 
     pace_s = 0.05
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        self._running[name].send_signal(number)
 
     def start(self, *names: str) -> None:
         for name in names:

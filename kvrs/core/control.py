@@ -186,6 +186,7 @@ class Control(Generic[S]):
                 journal.tenant,
                 journal.name,
                 live.picked,
+                journal.promise,
             )
         else:
             arrival = ev.StreamAdopted(

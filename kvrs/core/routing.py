@@ -11,6 +11,7 @@ import msgspec
 from kvrs.config.policy import Handoff, PolicySettings
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S
+from kvrs.core.model.events import Promise
 from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import Stream
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
@@ -464,7 +465,10 @@ def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: b
         return False
     if member.id in stream.recovery.avoided:
         return False
-    if member.is_doubted and not stream.tokens and view.has_better(member, stream.name):
+    is_promised = stream.promise is not Promise.NONE
+    if (member.is_doubted and not stream.tokens) and (
+        is_promised or view.has_better(member, stream.name)
+    ):
         return False
     return barred_too or not stream.excluded_epochs or not stream.bars(member)
 

@@ -370,8 +370,8 @@ def _awaits_own(state: State, stream: Stream) -> bool:
 
 def _is_unkept(state: State, stream: Stream) -> bool:
     """Return whether instances are up, but none continues the stream as it must be continued."""
-    is_bound = stream.promise is not Promise.NONE or stream.must_replay
-    return is_bound and bool(state.view.targets(stream.name))
+    is_promised = stream.promise is not Promise.NONE and stream.first_token_sent
+    return (is_promised or stream.must_replay) and bool(state.view.targets(stream.name))
 
 
 def give_up(

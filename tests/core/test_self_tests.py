@@ -232,6 +232,22 @@ def test_an_instance_that_dies_of_its_test_is_not_killed_for_ever() -> None:
     assert bench.tests.next(600.0) is not None
 
 
+def test_a_test_that_a_former_process_has_passed_is_to_blame_for_no_death() -> None:
+    """Deaths that come in tests by chance leave no process untested, its KV neither."""
+    bench = Bench("p0", "d0")
+    bench.run()
+
+    for epoch in range(2, 6):
+        bench.up("d0", epoch=epoch)
+        bench.now_s += 10.0
+        assert isinstance(bench.next(), TokensTest)
+        bench.lose("d0")
+    bench.up("d0", epoch=6)
+    bench.now_s += 10.0
+
+    assert bench.run() == [("d0",), ("p0", "d0")]
+
+
 def test_the_result_of_a_process_that_is_gone_is_dropped() -> None:
     """The next one is tested by itself."""
     bench = Bench("d0")

@@ -249,28 +249,20 @@ class Instances:
             return known.info.epoch
         info, served = self._refused.get(known.id), self._served
         if known.health is not Health.REFUSED or info is None:
-            raise RequestError(
-                f"{known.id} is {known.health}; allowed: an instance that is up, or refused for "
-                f"its model",
-                param="id",
-                status=409,
+            found, allowed = (
+                f"is {known.health}",
+                "an instance that is up, or refused for its model",
             )
-        if served is not None and served.model != info.model:
-            raise RequestError(
-                f"{known.id} serves the name {info.model!r}; allowed: {served.model!r}, as the "
-                f"others (--served-model-name)",
-                param="id",
-                status=409,
-            )
-        if served is not None and served.geometry != info.geometry:
-            raise RequestError(
-                f"{known.id} has KV of another shape than the model that is served: "
-                f"{info.geometry}; allowed: {served.geometry}, or a proxy of its own",
-                param="id",
-                status=409,
-            )
-        self.fingerprint = info.fingerprint
-        return info.epoch
+        elif served is not None and served.model != info.model:
+            found = f"serves the name {info.model!r}"
+            allowed = f"{served.model!r}, as the others (--served-model-name)"
+        elif served is not None and served.geometry != info.geometry:
+            found = f"has KV of another shape than the model that is served: {info.geometry}"
+            allowed = f"{served.geometry}, or a proxy of its own"
+        else:
+            self.fingerprint = info.fingerprint
+            return info.epoch
+        raise RequestError(f"{known.id} {found}; allowed: {allowed}", param="id", status=409)
 
     def accept(self, known: Member, info: InstanceInfo) -> ev.InstanceUp:
         """Use the instance from now on, and return the event for the policy. A process that was up

@@ -93,6 +93,8 @@ class TestedProcess:
     former_vote: Vote = field(default_factory=Vote)
     former_results: Seen = field(default_factory=Seen)
     former_is: tuple[object, ...] = ()
+    # A former process of the same version has passed the test of tokens, which kills none then.
+    passed_before: bool = False
     test: SelfTest | None = None  # The running test; None: none.
     tries: Tries = field(default_factory=Tries)
     of_rows: Tries = field(default_factory=Tries)
@@ -608,9 +610,10 @@ def _next_process(info: InstanceInfo, before: TestedProcess | None, now_s: float
     if before is not None:
         life.follow(before)
     if before is not None and _version(before.info) == _version(info):
+        life.passed_before = before.passed_before or before.generated is not None
         life.tries.losses, life.of_rows.losses = before.tries.losses, before.of_rows.losses
         life.tries.at_s = 0.0 if life.former == Seen() else now_s + _LATER_S
-    if life.tries.losses >= _MAX_LOSSES:
+    if life.tries.losses >= _MAX_LOSSES and not life.passed_before:
         life.tries.at_s = now_s + _LONGEST_PAUSE_S
         life.tries.cause = "the instance has ended in its tests"
     if life.of_rows.losses >= _MAX_LOSSES:

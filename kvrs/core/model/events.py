@@ -224,6 +224,14 @@ class Deadlines(msgspec.Struct, frozen=True):
 NO_DEADLINES = Deadlines()
 
 
+class Promise(StrEnum):
+    """The promise in the head of a response about the tokens after a recovery."""
+
+    NONE = "none"  # Nothing; an inexact continuation is marked.
+    GREEDY = "greedy"  # The exact tokens of greedy decoding, or of a replayed output.
+    SAMPLED = "sampled"  # The exact tokens of sampling with the request's seed.
+
+
 class StreamArrived(_Event, frozen=True, gc=False):
     """A new request has arrived. `prompt_tokens` is a guess for a text prompt, corrected by
     prefill.
@@ -238,6 +246,7 @@ class StreamArrived(_Event, frozen=True, gc=False):
     name: str = ""  # The requested model, one of `Member.names`; empty: every instance serves it.
     # Instances that the endpoint picker of a gateway has named, the preferred one first.
     picked: tuple[InstanceId, ...] = ()
+    promise: Promise = Promise.NONE  # Before the head only where inexact output is refused.
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -291,14 +300,6 @@ class RetentionLost(_Event, frozen=True):
 
     instance: InstanceId
     streams: tuple[StreamId, ...]
-
-
-class Promise(StrEnum):
-    """The promise in the head of a response about the tokens after a recovery."""
-
-    NONE = "none"  # Nothing; an inexact continuation is marked.
-    GREEDY = "greedy"  # The exact tokens of greedy decoding, or of a replayed output.
-    SAMPLED = "sampled"  # The exact tokens of sampling with the request's seed.
 
 
 class WholeAsked(_Event, frozen=True):

@@ -370,7 +370,7 @@ class Stream:
         self.deadlines, self.common_deadlines = deadlines, common_deadlines
         if isinstance(event, ev.StreamArrived):
             self.prompt_tokens, self.arrived_s = max(1, event.prompt_tokens), now_s
-            self.picked = event.picked
+            self.picked, self.promise = event.picked, event.promise
             return
         self.prompt_tokens, self.produced_tokens = event.prompt_tokens, event.produced_tokens
         self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True

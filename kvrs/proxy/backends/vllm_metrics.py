@@ -57,7 +57,7 @@ class VllmMetrics:
             self._found.setdefault(name, []).append((labels, float(value)))
 
     def of_unknown_process(self) -> "VllmMetrics":
-        """Return the settings without the values, of which nobody knows if they are still true."""
+        """Return the settings without the values, which may be those of another process."""
         found = VllmMetrics("")
         found._text = self._text
         found._found = {name: of for name, of in self._found.items() if name.endswith("_info")}

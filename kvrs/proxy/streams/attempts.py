@@ -416,14 +416,14 @@ class AttemptCalls:
         """Mark a stream that begins at an instance whose weights are not known to be right.
 
         Raises:
-            BusyError: the client is promised exact tokens, so the stream waits for another one.
+            ConfigError: the client was promised exact tokens; the policy learned of it too late.
         """
         if not self._instances.known[target].is_doubted:
             return
         journal = self._live.journal
         if journal.promise is not ev.Promise.NONE:
             standing = self._context.control.self_tests.standing(target)
-            raise BusyError(f"the weights of {target} are {standing.value}", 503, None)
+            raise ConfigError(f"cannot begin at {target}: its weights are {standing.value}")
         if WEIGHTS not in journal.inexact:
             journal.inexact = (*journal.inexact, WEIGHTS)
 

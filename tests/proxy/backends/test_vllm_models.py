@@ -42,6 +42,14 @@ async def serving(vllms: Builder, root: str) -> Vllms:
     return await vllms(prepare=lambda servers: rooted(servers, root), **NO_MODEL)
 
 
+async def refusing(vllms: Builder, root: str, other: str) -> Vllms:
+    """Such a cluster, in which d1 has come back with another model."""
+    system = await serving(vllms, root)
+    await replace(system, "d1", other)
+    await system.until_health(d1="refused")
+    return system
+
+
 def rooted(servers: Servers, root: str) -> None:
     for server in servers.values():
         server.root = root
@@ -62,9 +70,7 @@ async def test_a_refused_server_changes_nothing_of_the_model(
     """Neither the text behind a cut nor the head of a response, nor what operators are shown."""
     if not has_files:
         shutil.rmtree(other_model)
-    system = await serving(vllms, vllm_model)
-    await replace(system, "d1", other_model)
-    await system.until_health(d1="refused")
+    system = await refusing(vllms, vllm_model, other_model)
     system.shared.prompt_tokens = len(LONG)
 
     whole = await system.ids(LONG)
@@ -107,9 +113,7 @@ async def test_a_refused_server_that_was_repaired_is_used(
     vllms: Builder, vllm_model: str, other_model: str
 ) -> None:
     """Its new process shows at the next look."""
-    system = await serving(vllms, vllm_model)
-    await replace(system, "d1", other_model)
-    await system.until_health(d1="refused")
+    system = await refusing(vllms, vllm_model, other_model)
 
     await replace(system, "d1", vllm_model)
     info = await system.proxy.parts.driver.backends[InstanceId("d1")].info()
@@ -219,9 +223,7 @@ async def test_a_new_model_is_accepted_by_one_order(
 async def test_a_model_of_another_shape_or_tokenizer_needs_a_proxy_of_its_own(
     vllms: Builder, vllm_model: str, other_model: str
 ) -> None:
-    system = await serving(vllms, vllm_model)
-    await replace(system, "d1", other_model)
-    await system.until_health(d1="refused")
+    system = await refusing(vllms, vllm_model, other_model)
 
     by_tokenizer = await accept(system, "d1")
     shutil.copy(Path(vllm_model) / "tokenizer.json", other_model)
