@@ -249,7 +249,7 @@ class SelfTests:
             is_up = region.is_alive and self._known[region.engine].health is Health.UP
             if is_up and life is not None and life.digest != region.weights:
                 if life.digest:  # The process was replaced, and only its agent has noticed.
-                    life.generated = life.moves_kv = life.restores = None
+                    life.generated = life.glimpse = life.moves_kv = life.restores = None
                 life.digest, is_new = region.weights, True
         if is_new:
             self._compare()

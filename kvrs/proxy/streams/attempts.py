@@ -413,17 +413,17 @@ class AttemptCalls:
             live.journal.inexact = (*live.journal.inexact, "tokens")
 
     def _check_weights(self, target: InstanceId) -> None:
-        """Mark a stream that begins at an instance whose weights are not known to be right.
+        """Mark a stream that begins at instances whose weights are not known to be right.
 
         Raises:
             ConfigError: the client was promised exact tokens; the policy learned of it too late.
         """
-        if not self._instances.known[target].is_doubted:
+        prefill, known = self._attempt.plan.prefill, self._instances.known
+        if not (known[target].is_doubted or (prefill and known[prefill].is_doubted)):
             return
         journal = self._live.journal
         if journal.promise is not ev.Promise.NONE:
-            standing = self._context.control.self_tests.standing(target)
-            raise ConfigError(f"cannot begin at {target}: its weights are {standing.value}")
+            raise ConfigError(f"cannot begin at {target}: the weights are not known to be right")
         if WEIGHTS not in journal.inexact:
             journal.inexact = (*journal.inexact, WEIGHTS)
 

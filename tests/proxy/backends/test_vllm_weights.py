@@ -304,3 +304,20 @@ async def test_a_strict_proxy_waits_for_weights_that_are_known(vllms: Builder) -
 
     assert (refused.status, "Retry-After" in refused.headers) == (503, True)
     assert await begun(system) == (None, None, expected_ids(PROMPT, 6))
+
+
+async def test_a_prefill_server_with_other_weights_marks_what_it_begins(vllms: Builder) -> None:
+    """By its digest, where no other one serves: its KV decides the tokens, too."""
+    system = await vllms(prepare=of_one_model, backup={"mode": "local"}, **TESTED)
+    system.agents["agent-n0"].regions = [region("p0", "other"), region("d0", "right")]
+    system.agents["agent-n1"].regions = [region("d1", "right")]
+    await until_tested(system, "p0", "d0", "d1")
+
+    async def is_known() -> bool:
+        rows = (await system.state())["instances"]
+        return [row["self_test"]["weights"] for row in rows] == ["other", "right", "right"]
+
+    await system.until(is_known)
+    mark, reason, _ = await begun(system)
+
+    assert (mark, reason) == ("no", "weights")
