@@ -127,6 +127,7 @@ class Control(Generic[S]):
             self.instances.known,
             enabled=runs_self_tests,
             tests_kv=config.cluster.backend is not Backend.DISTSERVE,
+            prefill_generates=config.cluster.backend is Backend.VLLM,
             loads_rows_of=self.policy.loads_rows_of,
         )
         self.agents = Agents.of(config)

@@ -466,7 +466,8 @@ def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: b
     if member.id in stream.recovery.avoided:
         return False
     is_promised = stream.promise is not Promise.NONE
-    if (member.is_doubted and not stream.tokens) and (
+    # A stream of known tokens goes on by these, but what computes its prompt has none.
+    if (member.is_doubted and not (stream.tokens and member.decodes)) and (
         is_promised or view.has_better(member, stream.name)
     ):
         return False

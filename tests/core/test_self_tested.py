@@ -164,6 +164,21 @@ def test_a_doubted_instance_gets_new_streams_only_if_nothing_else_serves() -> No
     assert (before, with_one, alone) == ({"d0", "d1"}, {"d1"}, {"d2"})
 
 
+def test_a_cut_stream_is_not_computed_again_by_a_doubted_prefill_instance() -> None:
+    """The promise of exact tokens holds for the prompt, too."""
+    harness = PolicyHarness("p0", "p1", "d0", "d1")
+    compare(harness, d0="a", d1="a")
+    start = harness.decoding(A, 400, resumed=False).plan
+    harness.handle(ev.StreamResumed(A, 1, promise=ev.Promise.GREEDY))
+    doubted = next(each for each in ("p0", "p1") if each != start.prefill)
+    harness.handle(ev.InstanceLost(InstanceId(start.prefill or ""), 1, "killed", {}))
+    harness.handle(ev.SelfTested(InstanceId(doubted), 1, True, is_doubted=True))
+
+    actions = harness.handle(ev.InstanceLost(InstanceId(start.decode), 1, "killed", {}))
+
+    assert {each.source for each in only(actions, act.Recovered).estimates} == {None}
+
+
 def test_an_instance_that_answers_late_is_better_than_a_doubted_one() -> None:
     """It serves: on a starved machine all are late."""
     harness = PolicyHarness("p2", "d0", "d2")

@@ -90,7 +90,10 @@ class Bench:
         while (test := self.tests.next(self.now_s)) is not None:
             match test:
                 case TokensTest(instance=name):
-                    self.tests.generated(test, self.generates.get(name, EXACT))
+                    found, is_prefill = self.generates.get(name, EXACT), name[0] == "p"
+                    if is_prefill:
+                        self.tests.glimpsed(test, found)
+                    self.tests.generated(test, None if is_prefill else found)
                     done.append((name,))
                 case TransferTest(holder=holder, target=target):
                     moved = not {holder, target} & self.still
@@ -105,6 +108,11 @@ class Bench:
 
     def moves(self) -> set[str]:
         return {name for name in self.known if self.tests.seen(name).moves_kv}
+
+    def described(self, name: str) -> dict[str, Any]:
+        found = self.tests.describe(InstanceId(name))
+        assert found is not None
+        return found
 
 
 def test_every_instance_is_tested_once() -> None:
@@ -373,11 +381,6 @@ class Rows(Bench):
         found = self.tests.news([InstanceId(name)])
         return next(each for each in found if each.instance == name)
 
-    def described(self, name: str) -> dict[str, Any]:
-        found = self.tests.describe(InstanceId(name))
-        assert found is not None
-        return found
-
 
 def test_each_decode_instance_is_to_restore_rows_of_another_instance() -> None:
     """Once its own tokens are known, with which those behind loaded rows are compared."""
@@ -595,6 +598,38 @@ def test_the_first_tokens_of_a_test_show_the_weights(greedy: tuple[int, ...], we
 
     assert (before, bench.tests.standing(InstanceId("d0"))) == ("untested", weights)
     assert bench.tests.continues(InstanceId("d0")) is None
+
+
+@pytest.mark.parametrize(("made", "weights"), [(EXACT, "right"), (OTHER, "other")])
+def test_a_prefill_instance_that_generates_shows_its_weights(made: Generated, weights: str) -> None:
+    """It has no vote, and is doubted until then beside decode instances that are tested."""
+    bench = Bench("p0", "d0", "d1", tests_kv=False, prefill_generates=True)
+    bench.generates["p0"] = made
+    bench.run()
+    bench.up("p0", epoch=2, fingerprint="", engine="0.32")
+
+    before = bench.tests.standing(InstanceId("p0")), bench.described("p0")["done"]
+    bench.run()
+
+    assert before == ("untested", False)
+    assert bench.tests.standing(InstanceId("p0")) == weights
+    assert bench.described("p0")["done"]
+    assert {*bench.tests.comparison.votes} == {"d0", "d1"}
+    assert bench.run() == []
+
+
+def test_a_prefill_instance_that_generates_nothing_is_not_doubted() -> None:
+    """Servers that only compute prompts may refuse anything else."""
+    bench = Bench("p0", "d0", "d1", tests_kv=False, prefill_generates=True)
+    bench.up("p0", epoch=2, fingerprint="", engine="0.32")
+    while (test := bench.tests.next(bench.now_s)) is not None:
+        if test.names == ("p0",):
+            bench.tests.failed(test, "501", bench.now_s)
+        else:
+            assert isinstance(test, TokensTest)
+            bench.tests.generated(test, EXACT)
+
+    assert bench.tests.standing(InstanceId("p0")) == "not compared"
 
 
 def test_an_instance_with_other_weights_takes_no_promise_from_the_others() -> None:

@@ -119,6 +119,7 @@ async def test_a_self_test_sees_what_vllm_does(front: Front) -> None:
 
     assert all(test["moves_kv"] for test in found.values()), found
     assert all(not test["differs_from"] for test in found.values()), found
+    assert {test["weights"] for test in found.values()} == {"right"}, found  # Prefill's, too.
     exact = {test["continues"] for name, test in found.items() if name[0] == "d"}
     assert exact <= {"exact greedy", "exact seeded"}
 

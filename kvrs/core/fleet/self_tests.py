@@ -80,6 +80,7 @@ class TestedProcess:
     info: InstanceInfo
     generated: Generated | None = None
     # The uncut greedy tokens of a running test: they show the weights before the test has ended.
+    # All that is asked of a process that only prefills.
     glimpse: Generated | None = None
     # The ability to move KV to and from the process; None: not tested, or no KV moved in tests with
     # other instances of unknown ability.
@@ -113,6 +114,11 @@ class TestedProcess:
         return Vote(self.generated, self.digest, self.info.engine)
 
     @property
+    def shown(self) -> Vote:
+        """`vote`, also by the first tokens of a running test."""
+        return Vote(self.generated or self.glimpse, self.digest, self.info.engine)
+
+    @property
     def _is(self) -> tuple[object, ...]:
         return self.digest, *_version(self.info)
 
@@ -140,8 +146,9 @@ class TestedProcess:
 
 class SelfTests:
     """The self-tests of one proxy. Without `tests_kv`, engines cannot be asked about moved KV, and
-    are believed to move it. Rows of vLLM's own memory, which agents serve, take another way than KV
-    between instances, and are tested separately.
+    are believed to move it. With `prefill_generates`, prefill instances generate tokens if asked,
+    which shows their weights. Rows of vLLM's own memory, which agents serve, take another way than
+    KV between instances, and are tested separately.
     """
 
     def __init__(
@@ -150,11 +157,13 @@ class SelfTests:
         *,
         enabled: bool,
         tests_kv: bool,
+        prefill_generates: bool = False,
         loads_rows_of: Callable[[Member, Member], bool] = lambda target, holder: False,
     ) -> None:
         self._known = known
         self._enabled = enabled
         self._may_test_kv = tests_kv
+        self._prefill_generates = prefill_generates
         self._loads_rows_of = loads_rows_of
         self.stores = Stores(known, enabled=enabled)
         # The present or last process of each instance; other modules only read it.
@@ -279,13 +288,15 @@ class SelfTests:
         life = self.processes.get(instance)
         if not self._enabled or life is None:
             return Standing.NOT_COMPARED
-        vote = life.vote
-        if life.generated is None and life.glimpse is not None:
-            vote = Vote(life.glimpse, life.digest, life.info.engine)
-        found = self.comparison.standing(vote)
-        # Only a digest shows the weights of a prefill instance.
-        is_shown = life.decodes or found is not Standing.UNTESTED
-        return found if is_shown else Standing.NOT_COMPARED
+        found = self.comparison.standing(life.shown)
+        # Some prefill instances generate nothing: then only a digest shows their weights.
+        is_comparable = life.decodes or (self._may_show(life) and not life.tries.failures)
+        unknown = found is Standing.UNTESTED and not is_comparable
+        return Standing.NOT_COMPARED if unknown else found
+
+    def _may_show(self, life: TestedProcess) -> bool:
+        """Return whether a process that only prefills may generate tokens, and has not yet."""
+        return self._prefill_generates and not life.decodes and life.glimpse is None
 
     def _vote(self, instance: InstanceId) -> Vote:
         """Return what the instance's present process has shown, or else its last one."""
@@ -421,17 +432,18 @@ class SelfTests:
         """Instances with other tokens or other weights than this instance, and instances that
         differ only by near-ties.
         """
-        mine = self.processes[instance].vote
+        life = self.processes[instance]
+        mine, whole = life.shown, life.generated
         found = list[InstanceId](), list[InstanceId]()
         for other in sorted(self.processes):
-            theirs = self.processes[other].vote
+            theirs, its_whole = self.processes[other].shown, self.processes[other].generated
             if other == instance or not mine.marks or not theirs.marks:
                 continue
             one, two = mine.generated, theirs.generated
             tokens = None if one is None or two is None else one.likeness(two)
             if Likeness.OTHER in (tokens, mine.likeness(theirs)):
                 found[0].append(other)
-            elif one is not None and two is not None and one.name != two.name:
+            elif tokens is Likeness.NEAR or (whole and its_whole and whole.name != its_whole.name):
                 found[1].append(other)
         return found
 
@@ -448,7 +460,8 @@ class SelfTests:
     def _due(self, now_s: float) -> Iterator[SelfTest]:
         idle = [life for life in self.processes.values() if life.test is None]
         free = [life for life in idle if life.tries.at_s <= now_s and self._may_be_tested(life)]
-        yield from (TokensTest(life.info.id) for life in free if life.lacks_tokens)
+        lacking = (life for life in free if life.lacks_tokens or self._may_show(life))
+        yield from (TokensTest(life.info.id) for life in lacking)
         # A process stays doubted without it, so a test that always failed is tried on, rarely.
         late = (life for life in idle if self._is_late(life) and life.tries.at_s <= now_s)
         yield from (TokensTest(life.info.id) for life in late)
@@ -481,7 +494,10 @@ class SelfTests:
         if life is not None and life.test is test:
             life.glimpse = found
 
-    def generated(self, test: TokensTest, found: Generated) -> None:
+    def generated(self, test: TokensTest, found: Generated | None) -> None:
+        """Note the result of a test of tokens. None: the process only prefills, and has shown its
+        weights (`glimpsed`).
+        """
         for life in self._end(test):
             life.generated = found
             life.tries.succeed()
@@ -580,7 +596,9 @@ class SelfTests:
         if not self._may_be_tested(life):
             return True
         others = [each for each in self.processes.values() if self._may_be_tested(each)]
-        if life.lacks_tokens or (self._tests_kv and _transfer_test(life, others) is not None):
+        if life.lacks_tokens or self._may_show(life):
+            return False
+        if self._tests_kv and _transfer_test(life, others) is not None:
             return False
         names = [each.info.id for each in others]
         return life.restores is not None or self._restore_test(life, names) is None

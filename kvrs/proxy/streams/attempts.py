@@ -402,6 +402,8 @@ class AttemptCalls:
         differs = process is not None and tests.differ((*live.decoders, process))
         if not live.decoders:  # Another proxy began the stream, on weights that are not known here.
             differs |= tests.standing(target).is_doubted
+        if prefill := self._attempt.plan.prefill:
+            differs |= self._instances.known[prefill].is_doubted
         if not differs and all(
             tests.goes_on(each, target, sampled=is_sampled, replays=replays)
             for each in live.decoders

@@ -7,7 +7,7 @@ they delay clients' streams only by a few tokens' work at an instance.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, assert_never
 
@@ -21,6 +21,7 @@ from kvrs.core.fleet.tested import (
     TokensTest,
     TransferTest,
 )
+from kvrs.core.fleet.weights import Standing
 from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
@@ -28,7 +29,7 @@ from kvrs.protocol.instance import Capability, LeaseUpdate, Role
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.watch.known_streams import CUT, PROMPT_IDS, SEED, TOKENS, KnownStreams
+from kvrs.proxy.watch.known_streams import CUT, GLIMPSED, PROMPT_IDS, SEED, TOKENS, KnownStreams
 from kvrs.proxy.wire.errors import EngineError
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS
@@ -147,6 +148,12 @@ class SelfTester:
     async def _outcome(self, test: SelfTest) -> None:
         facts: dict[str, Any]
         match test:
+            case TokensTest(instance=instance) if self._streams.info(instance).role is Role.PREFILL:
+                await self._first_tokens(test)
+                self._tests.generated(test, None)
+                weights = self._tests.standing(instance)
+                facts = {"instance": instance, "weights": weights}
+                fault = "its weights differ from the others'" if weights is Standing.OTHER else ""
             case TokensTest(instance=instance):
                 found = await self._generate(test)
                 self._tests.generated(test, found)
@@ -189,21 +196,13 @@ class SelfTester:
         """
         instance = test.instance
         drafted = (await self._streams.backend(instance).load()).speculation is not None
+        lists = await self._first_tokens(test)
         journals = [
-            self._streams.journal(instance, None, lists=True),
+            self._streams.journal(instance, None, lists=lists),
             self._streams.journal(instance, SEED),
         ]
-        try:
-            likeliest = await self._streams.stream(instance, journals[0])
-        except RefusedError:
-            # The server allows fewer log probabilities (`--max-logprobs`), so the stream is asked
-            # for without any.
-            journals[0] = self._streams.journal(instance, None)
-            likeliest = await self._streams.stream(instance, journals[0])
+        likeliest = await self._glimpse(test, journals[0])
         model = self._streams.info(instance).root
-        greedy = tuple(journals[0].output_ids)
-        self._tests.glimpsed(test, Generated(greedy, (), Continues.GREEDY, likeliest, model))
-        self._control.weights_known((instance,), self._clock())
         if self._driver.engine is Engine.VLLM:
             await self._warm_up(instance)
         try:
@@ -222,6 +221,30 @@ class SelfTester:
         if alike[0]:
             continues = Continues.SEEDED if alike[-1] else Continues.GREEDY
         return Generated(whole[0], whole[-1], continues, likeliest, model)
+
+    async def _first_tokens(self, test: TokensTest) -> bool:
+        """Generate the first few tokens, which show the weights early; return whether the server
+        lists log probabilities. It may allow fewer than are asked for (`--max-logprobs`).
+        """
+        for lists in (True, False):
+            journal = self._streams.journal(test.instance, None, GLIMPSED, lists=lists)
+            try:
+                await self._glimpse(test, journal)
+            except RefusedError:
+                if not lists:
+                    raise
+            else:
+                break
+        return lists
+
+    async def _glimpse(self, test: TokensTest, journal: Journal) -> tuple[Mapping[int, float], ...]:
+        """Generate a greedy stream, and tell its tokens at once: they show the weights."""
+        likeliest = await self._streams.stream(test.instance, journal)
+        model = self._streams.info(test.instance).root
+        greedy = tuple(journal.output_ids)
+        self._tests.glimpsed(test, Generated(greedy, (), Continues.GREEDY, likeliest, model))
+        self._control.weights_known((test.instance,), self._clock())
+        return likeliest
 
     async def _warm_up(self, instance: InstanceId) -> None:
         """Let the server compile now what it compiles on first use. A server that refuses a request

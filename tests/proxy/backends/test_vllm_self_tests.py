@@ -165,7 +165,7 @@ async def test_an_instance_that_computes_other_tokens_is_named(vllms: Builder) -
     status, body = await system.ask(request)
 
     assert [found[name]["continues"] for name in ("d0", "d1")] == ["exact seeded"] * 2
-    assert [found[name]["differs_from"] for name in ("d0", "d1")] == [["d1"], ["d0"]]
+    assert [found[name]["differs_from"] for name in ("d0", "d1")] == [["d1"], ["d0", "p0"]]
     (row,) = (await system.state())["recoveries"]
     assert row["to"] == row["from"]
     assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
@@ -181,7 +181,7 @@ async def test_a_near_tie_is_no_difference_of_weights(
 
     def prepare(servers: Servers) -> None:
         arithmetics(d0=KEYED, d1=Arithmetic(1))(servers)
-        for name in ("d0", "d1"):
+        for name in ("p0", "d0", "d1"):
             servers[name].tie_gap = gap
 
     system = await tested(vllms, prepare=prepare)
@@ -191,7 +191,7 @@ async def test_a_near_tie_is_no_difference_of_weights(
     async with system.http.post(system.url + "/v1/completions", json=request) as response:
         mark = response.headers.get("X-Kvrs-Exact")
 
-    others = {"d0": ["d1"], "d1": ["d0"]}
+    others = {"d0": ["d1"], "d1": ["d0", "p0"]}
     assert {name: found[name]["near_ties_with"] for name in others} == (
         others if is_tie else {"d0": [], "d1": []}
     )

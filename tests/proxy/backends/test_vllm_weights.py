@@ -8,6 +8,7 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.rows import RegionReport
+from kvrs.proxy.watch.known_streams import GLIMPSED, TOKENS
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, expected_ids
 from kvrs_testkit.sse import events_of
@@ -18,7 +19,7 @@ TESTED: dict[str, Any] = {"proxy": {"self_test": True}}
 
 
 def of_one_model(servers: Servers) -> None:
-    for name in ("d0", "d1"):
+    for name in ("p0", "d0", "d1"):
         servers[name].arithmetic = RIGHT
 
 
@@ -168,8 +169,9 @@ async def test_new_weights_are_accepted_by_one_order(vllms: Builder) -> None:
     """They get new streams at once, unmarked, and the old ones none, whatever the majority."""
     system = await vllms(prepare=of_one_model, **TESTED)
     await until_tested(system, "d0", "d1")
-    await replace(system, "d1", WRONG, is_held=False)
-    await until_tested(system, "d1")
+    for name in ("p0", "d1"):
+        await replace(system, name, WRONG, is_held=False)
+        await until_tested(system, name)
 
     async with system.http.post(f"{system.admin_url}/kvrs/v1/accept/d1") as answer:
         status = answer.status
@@ -179,7 +181,7 @@ async def test_new_weights_are_accepted_by_one_order(vllms: Builder) -> None:
     assert {mark for mark, _, _ in found} == {None}
     assert expected_ids(PROMPT, 6) not in [ids for _, _, ids in found]
     rows = (await system.state())["instances"]
-    assert [row["self_test"]["weights"] for row in rows[1:]] == ["other", "right"]
+    assert [row["self_test"]["weights"] for row in rows] == ["right", "other", "right"]
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("d0", "up, or refused"), ("x", "no instance")])
@@ -222,7 +224,7 @@ async def test_an_engine_is_updated_one_server_at_a_time(vllms: Builder, digest:
     assert ids == expected_ids(PROMPT, 6)
     assert row["to"] != row["from"]
     assert (found["d0"]["differs_from"], found["d0"]["weights"]) == (
-        ["d1"],
+        ["d1", "p0"],
         "right" if digest else "other",
     )
     assert state["d0"]["differs"] is (not digest)
@@ -304,6 +306,22 @@ async def test_a_strict_proxy_waits_for_weights_that_are_known(vllms: Builder) -
 
     assert (refused.status, "Retry-After" in refused.headers) == (503, True)
     assert await begun(system) == (None, None, expected_ids(PROMPT, 6))
+
+
+async def test_a_prefill_server_shows_its_weights_by_a_few_tokens(vllms: Builder) -> None:
+    """Those of a decode server are known that early, too, before its test has ended."""
+    system = await vllms(prepare=of_one_model, **TESTED)
+    await until_tested(system, "p0", "d0", "d1")
+    before = (await begun(system))[:2]
+    await replace(system, "p0", WRONG, is_held=False)
+    found = (await until_tested(system, "p0"))["p0"]
+
+    assert (before, (await begun(system))[:2]) == ((None, None), ("no", "weights"))
+    assert (found["weights"], found["differs_from"]) == ("other", ["d0", "d1"])
+    await replace(system, "d1", RIGHT, is_held=False)
+    await until_tested(system, "d1")
+    asked = [body["max_tokens"] for body in system.servers["d1"].bodies if "prompt" in body]
+    assert asked.index(GLIMPSED) < asked.index(TOKENS)
 
 
 async def test_a_prefill_server_with_other_weights_marks_what_it_begins(vllms: Builder) -> None:
