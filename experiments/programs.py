@@ -141,6 +141,11 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             quick=(0.4, "simulated --rates 4.2 --seeds 10"),
             is_virtual=True,
         ),
+        _of(
+            *("decisions", "study", 10, "study"),
+            quick=(1.0, "study --quick"),
+            is_virtual=True,
+        ),
         _of("two_proxies", "two_proxies", 2, quick=(0.3, "run --streams 60 --tokens 100")),
         _of("healthy_path", "healthy_path", 2, quick=(0.5, "run --pairs 4 --seconds 4")),
         _of("crossover", "crossover", 5, quick=(1.3, "run --repeats 2")),
