@@ -3,7 +3,8 @@ instance that has the front of the history in a prefix cache hands all of it off
 
 Fetch: queue(target) + hand-shake + missing bytes / bandwidth + prefill(tail given prefix);
 `C_mig` of seed KVRS is the third term alone. Hand-off, for targets that cannot fetch pages:
-queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / bandwidth.
+max(queue(prefill) + prefill(rest given prefix), transfers before it on the link) + hand-shake + all
+bytes / bandwidth.
 
 Restore fetches like migrate, from a checkpoint in the host memory of an agent (LUMEN section 4.2,
 RaidServe's KV backup), or from rows of an engine's CPU tier that an agent serves. An agent on the
@@ -62,7 +63,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         yield from fetch_terms(case, estimate)
         return
     assert estimate.source is not None, estimate
-    yield Term("queue", estimate.queue_s, f"before the {estimate.source}")
+    yield Term("queue", estimate.queue_s, f"before the {estimate.source}, or its link")
     held = _held_pages(case, case.stream.holders[estimate.source])
     yield Term("prefill", estimate.compute_s, f"{tail(case, held)}, at the {estimate.source}")
     yield from hand_off_terms(case, estimate)
@@ -70,16 +71,19 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 def _cached(case: Case, holder: Holder) -> Estimate:
     there, target = holder.member, case.target
+    view = case.state.view
+    link = view.links.get((there.node, target.node), view.assumed_link)
     return estimate_cached(
         there,
         target,
         case.history_tokens,
         _held_pages(case, holder) * there.page_size_tokens,
-        bytes_per_s=case.state.view.bytes_per_s(there.node, target.node),
+        bytes_per_s=link.bytes_per_s,
         queue_s=there.queue_s,
         target_queue_s=target.queue_s,
         handshake_s=HANDSHAKE_S,
         factor=case.factor(_MIGRATE),
+        drain_s=link.in_flight_bytes / link.bytes_per_s,
     )
 
 
@@ -98,16 +102,19 @@ def estimate_cached(
     target_queue_s: float = 0.0,
     handshake_s: float = 0.0,
     factor: float = 1.0,
+    drain_s: float = 0.0,
 ) -> Estimate:
     """Estimate computing the rest of the history at `holder` behind its cached prefix, then handing
     all of it off to the target.
 
-    The target's queue runs in parallel: the longer of the two counts.
+    The target's queue runs in parallel: the longer of the two counts. So does the time `drain_s`
+    until the transfers already on the link have ended, beside queue and computation at the holder.
     """
     table = holder.prefill
     history_s = table.seconds_for(history_tokens)
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     transfer_s = handshake_s + holder.info.geometry.sent_bytes(history_tokens) / bytes_per_s
+    queue_s = max(queue_s, drain_s - compute_s)
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s

@@ -1,8 +1,8 @@
 """Recompute: a prefill instance computes the whole history again and hands it off, or the target
 computes it.
 
-queue(prefill) + prefill(L + t) + hand-shake + hand-off; `C_recomp` of seed KVRS is the second term,
-without the t tokens produced.
+max(queue(prefill) + prefill(L + t), transfers before it on the link) + hand-shake + hand-off;
+`C_recomp` of seed KVRS is the second term, without the t tokens produced.
 """
 
 from collections.abc import Iterable
@@ -52,6 +52,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
         if table is not target.prefill:
             compute_s, extrapolated = table.seconds_for(history), not table.covers(history)
+        link = view.links.get((prefill.node, target.node), view.assumed_link)
         there = estimate_handed_off(
             prefill,
             target,
@@ -62,7 +63,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             prefill.queue_s,
             queue_s,
             HANDSHAKE_S,
-            view.links.get((prefill.node, target.node), view.assumed_link).bytes_per_s,
+            link.bytes_per_s,
+            link.in_flight_bytes / link.bytes_per_s,
         )
         if there.raw_s <= here_s or computes_nothing:
             estimates.append(there)
@@ -97,7 +99,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         )
         yield Term("prefill", estimate.compute_s, tokens)
         return
-    yield Term("queue", estimate.queue_s, f"before the {estimate.source}")
+    yield Term("queue", estimate.queue_s, f"before the {estimate.source}, or its link")
     yield Term("prefill", estimate.compute_s, tokens)
     yield from hand_off_terms(case, estimate)
 
@@ -149,13 +151,16 @@ def estimate_handed_off(
     target_queue_s: float = 0.0,
     handshake_s: float = 0.0,
     bytes_per_s: float = inf,
+    drain_s: float = 0.0,
 ) -> Estimate:
     """Estimate computing the whole history at `prefill` in `compute_s`, then handing it off to the
     target, another instance.
 
-    The target's queue runs in parallel: the longer of the two counts.
+    The target's queue runs in parallel: the longer of the two counts. So does the time `drain_s`
+    until the transfers already on the link have ended, beside queue and computation at `prefill`.
     """
     transfer_s = handshake_s + prefill.info.geometry.sent_bytes(history_tokens) / bytes_per_s
+    queue_s = max(queue_s, drain_s - compute_s)
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s

@@ -1,16 +1,21 @@
 """The cost of computing a history again."""
 
+from typing import Any
+
 import pytest
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import Holder, Stream
+from kvrs.core.options.base import RecoveryOption
+from kvrs.core.options.migrate import MIGRATE
 from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
 from kvrs.core.rules.base import cases_of
 from kvrs.core.state import CoreSettings, State
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
 
 
@@ -81,3 +86,36 @@ def test_a_prefill_instance_is_weighed_beside_a_target_that_is_sooner(
     found = [each for each in recovered.estimates if each.option is Option.RECOMPUTE]
     assert {each.source for each in found} == sources
     assert found == sorted(found, key=lambda each: each.total_s)
+
+
+@pytest.mark.parametrize("option", [RECOMPUTE, MIGRATE])
+def test_a_hand_off_waits_for_those_before_it_on_its_link(option: RecoveryOption) -> None:
+    """The prefill instance computes meanwhile. Victims of one event so see each other's bytes, also
+    where nothing can be fetched, as in front of stock vLLM.
+    """
+    state = State(CoreSettings())
+    view = state.view
+    cached = frozenset([Capability.PREFIX_CACHE])
+    plain: dict[str, Any] = {"capabilities": cached, "computes_prompts": True}
+    for name in ("p1", "d2"):
+        up = instance_up(name, moves_kv=True, **plain)
+        view.add(Member.of(up.info, up.prefill)).moves_kv = True
+    prefill, target = (view.members[InstanceId(name)] for name in ("p1", "d2"))
+    target.note_queue(0.4)  # So that the target itself is slower.
+    stream = Stream(StreamId("s"), 0, 110, 0.0)
+    if option is MIGRATE:
+        stream.holders[prefill.id] = Holder(prefill, 3)
+    link = view.link(prefill.node, target.node)
+    link.bytes_per_s = 2e6
+    costs = []
+    for in_flight_bytes in (0, 100_000, 2_000_000):
+        link.in_flight_bytes, found = in_flight_bytes, list[Estimate]()
+        (case,) = cases_of(state, stream, [target], 0.0)
+        option.estimate(case, found)
+        costs.append(next(each for each in found if each.source == prefill.id))
+
+    ready_s = 0.110 if option is RECOMPUTE else 0.110 - 0.048
+    hand_off_s = HANDSHAKE_S + 112 * 2048 / 2e6
+    assert [each.raw_s for each in costs] == pytest.approx(
+        [max(0.4, max(ready_s, wait_s) + hand_off_s) for wait_s in (0.0, 0.05, 1.0)]
+    )
