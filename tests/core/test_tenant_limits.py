@@ -1,5 +1,11 @@
+"""Limits of a tenant's open streams, and of an address's failed keys."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvrs.config.tenants import TenantSettings
-from kvrs.core.books.tenants import GuessLimit, TenantMeter
+from kvrs.core.books.tenants import GuessLimit, StreamShare, TenantMeter
+from kvrs_testkit.examples import examples
 
 
 def limits(**given: int) -> TenantSettings:
@@ -9,22 +15,107 @@ def limits(**given: int) -> TenantSettings:
 def test_streams_count_while_they_are_open() -> None:
     one = TenantMeter(limits(streams=2))
 
-    assert one.take(2)
-    assert not one.take(1)
+    share = one.take(2)
+    assert share is not None
+    assert one.take(1) is None
 
-    one.give(2)
-    assert one.take(1)
+    share.release()
+    assert one.take(1) is not None
+    assert one.refused == 1
 
 
 def test_other_limits_keep_what_is_open() -> None:
     """A reload is no way to begin anew."""
     one = TenantMeter(limits(streams=1))
-    assert one.take(1)
+    assert one.take(1) is not None
 
     one.limits = limits(streams=2)
 
-    assert one.take(1)
-    assert not one.take(1)
+    assert one.take(1) is not None
+    assert one.take(1) is None
+
+
+def test_a_key_that_is_sent_again_holds_the_share_of_its_stream() -> None:
+    """Also at the limit; the stream counts until the last of its requests has ended."""
+    one = TenantMeter(limits(streams=1))
+    first, again = one.take(1, "k"), one.take(1, "k")
+    assert first is not None
+    assert again is not None
+    assert one.take(1, "other") is None
+
+    first.release()
+    assert one.open_streams == 1
+    assert one.take(1) is None
+    again.release()
+
+    assert one.open_streams == 0
+    assert one.take(1, "k") is not None
+
+
+def test_a_call_that_outlives_its_stream_keeps_the_place() -> None:
+    """The stream's own recovery needs no second one; a later request for the same stream does."""
+    one = TenantMeter(limits(streams=2))
+    stream = one.take(1, "k")
+    assert stream is not None
+
+    call = stream.hold()
+    assert one.open_streams == 1
+    stream.release()
+    later = one.take(1, "k")
+
+    assert one.open_streams == 2
+    assert one.take(1, "k") is later
+    assert one.take(1) is None
+    call.release()
+    assert one.open_streams == 1
+
+
+KEYS = st.sampled_from([None, "a", "b", "c"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), KEYS, st.integers(1, 3)),
+        st.tuples(st.just("end"), st.none(), st.integers(0, 99)),
+        st.tuples(st.just("hold"), st.none(), st.integers(0, 99)),
+        st.tuples(st.just("limit"), st.none(), st.integers(1, 4)),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+@examples(300)
+def test_no_order_of_requests_exceeds_the_limit_or_leaks(
+    steps: list[tuple[str, str | None, int]],
+) -> None:
+    """Streams are opened, sent again and left, calls outlive them, and limits change, in any
+    order.
+    """
+    meter, held = TenantMeter(limits(streams=2)), list[StreamShare]()
+    for what, key, number in steps:
+        before = meter.open_streams
+        match what:
+            case "open":
+                share = meter.take(1 if key else number, key)
+                if share is not None:
+                    held.append(share)
+                    most = meter.limits.streams
+                    assert most is not None
+                    assert meter.open_streams <= max(before, most)
+            case "end" if held:
+                held.pop(number % len(held)).release()
+            case "hold" if held:
+                held.append(held[number % len(held)].hold())
+            case "limit":
+                meter.limits = limits(streams=number)
+            case _:
+                pass
+        assert meter.open_streams == sum(each.streams for each in set(held))
+        assert len({each.key for each in set(held)} - {None}) <= meter.open_streams
+    for share in held:
+        share.release()
+
+    assert meter.open_streams == 0
+    assert meter._keyed == {}
 
 
 def test_failed_keys_are_slowed_down_by_address() -> None:

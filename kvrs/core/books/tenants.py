@@ -1,6 +1,7 @@
 """Limits of one proxy: the open streams of a tenant, and the failed keys of a client address."""
 
 from collections import OrderedDict
+from typing import Self
 
 from kvrs.config.tenants import TenantSettings
 
@@ -18,18 +19,61 @@ class TenantMeter:
         self.open_streams = 0
         self.refused = 0
         self.limits = limits
+        # Shares of streams that requests may take over, by key of the request.
+        self._keyed: dict[str, StreamShare] = {}
 
-    def take(self, streams: int) -> bool:
-        """Count streams as open; return False, counting none, if the limit would be exceeded."""
+    def take(self, streams: int, key: str | None = None) -> "StreamShare | None":
+        """Return the share of a request for this number of streams; None, counting none: the limit
+        would be exceeded. Requests with the same key are for the same stream, of which one attempt
+        runs at a time: they hold one share.
+        """
+        if key is not None and (share := self._keyed.get(key)) is not None:
+            share.holders += 1
+            return share
         most = self.limits.streams
         if most is not None and self.open_streams + streams > most:
             self.refused += 1
-            return False
+            return None
         self.open_streams += streams
-        return True
+        share = StreamShare(self, streams, key)
+        if key is not None:
+            self._keyed[key] = share
+        return share
 
-    def give(self, streams: int) -> None:
-        self.open_streams -= streams
+    def forget_key(self, share: "StreamShare") -> None:
+        """Let the next request with the share's key take a share of its own."""
+        if share.key is not None and self._keyed.get(share.key) is share:
+            del self._keyed[share.key]
+
+
+class StreamShare:
+    """The streams of a request in its tenant's limit. They belong to the stream and not to the
+    request: they count as open until every holder has released the share, once each.
+    """
+
+    __slots__ = ("_meter", "holders", "key", "streams")
+
+    def __init__(self, meter: TenantMeter, streams: int, key: str | None) -> None:
+        self._meter = meter
+        self.streams, self.key, self.holders = streams, key, 1
+
+    def hold(self) -> Self:
+        """Add a holder that may outlive the stream, such as a call that is given up while its KV
+        is transferred. A later request for the same stream then needs a share of its own, because
+        each could leave such a call behind.
+        """
+        assert self.holders
+        self._meter.forget_key(self)
+        self.holders += 1
+        return self
+
+    def release(self) -> None:
+        """End one holder's part; the last one gives the streams back to the limit."""
+        assert self.holders, "a share is released once by each holder"
+        self.holders -= 1
+        if not self.holders:
+            self._meter.forget_key(self)
+            self._meter.open_streams -= self.streams
 
 
 class GuessLimit:

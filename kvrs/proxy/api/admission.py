@@ -278,7 +278,8 @@ class Admissions:
         streams = parsed.request.n * (1 + len(parsed.more))
         self._check_room(streams, KEY in call.request.headers)
         if tenant.meter is not None:
-            self._take_streams(call, streams)
+            # A request that takes over an open stream is never refused for the limit.
+            call.held.open(streams, None if call.resume is None else call.resume.keys[0])
         if call.resume is not None:
             call.found = await self._mirror.find(call.resume)
             # Check the room again: other streams may have opened during the steps.
@@ -343,14 +344,6 @@ class Admissions:
             return (await self._driver.tokenizer.load()).decode(parsed.request.prompt)
         except ConfigError as error:
             raise RequestError(f"a prompt of ids cannot be echoed: {error}", param="echo") from None
-
-    def _take_streams(self, call: ClientCall, streams: int) -> None:
-        """Take streams from the tenant's limit. A resumed stream was admitted before; its client's
-        earlier connection, if still open, is about to be closed.
-        """
-        resume = call.resume
-        runs = resume is not None and any(key in self._mirror.streams for key in resume.keys)
-        call.held.open(0 if runs else streams)
 
     def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
         journal = reopened(record, parsed, self._clock())

@@ -332,6 +332,7 @@ class ResponsesApi:
 
     async def _again(self, request: Request, record: Record, call: ClientCall) -> BegunResponse:
         stored = Stored.decode(record.header.request)
+        call.held.take(len(stored.body))
         asked = await self._parse(call, stored.body)
         resume = self._resume(request, stored.id, record.header.request)
         # Resume exactly the stream that the client knows, not a later stream of the same key.

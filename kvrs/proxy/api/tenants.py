@@ -57,6 +57,8 @@ class Tenants:
         self.only: Tenant | None = Tenant()
         self._by_name: dict[str, Tenant] = {}
         self._by_hash: dict[bytes, Tenant] = {}
+        # Tenants that are no longer in the file while streams of theirs are open, by name.
+        self._former: dict[str, Tenant] = {}
         self._settings = read_tenants(config.security, os.environ)
         if self._settings is not None:
             self._apply(self._settings)
@@ -159,8 +161,9 @@ class Tenants:
         self._settings, self.only = settings, None
         by_name: dict[str, Tenant] = {}
         by_hash: dict[bytes, Tenant] = {}
+        known = self._former | self._by_name
         for name, limits in settings.items():
-            tenant = self._by_name.get(name)
+            tenant = known.get(name)
             if tenant is None or tenant.meter is None:
                 secret = TenantSecret(self._ring, b"tenant\0" + name.encode())
                 tenant = Tenant(name, secret.mark, TenantMeter(limits), secret)
@@ -168,6 +171,12 @@ class Tenants:
                 tenant.meter.limits = limits
             by_name[name] = tenant
             by_hash |= dict.fromkeys(map(bytes.fromhex, limits.keys), tenant)
+        # A tenant that comes back to the file finds its open streams counted.
+        self._former = {
+            name: tenant
+            for name, tenant in known.items()
+            if name not in by_name and tenant.meter is not None and tenant.meter.open_streams
+        }
         self._by_name, self._by_hash = by_name, by_hash
         log.info("keys in use", extra={"tenants": len(by_name), "keys": len(by_hash)})
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
-from kvrs.core.books.tenants import RETRY_S, TenantMeter
+from kvrs.core.books.tenants import RETRY_S, StreamShare, TenantMeter
 from kvrs.core.model.prefixes import Prefix
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
@@ -122,14 +122,15 @@ class ByteBudget:
 
 
 class RequestUsage(msgspec.Struct, eq=False):
-    """The share that one request holds until its block ends: bytes of the budget and streams of its
-    tenant's limit. `meter` counts the tenant's streams; None: no limit.
+    """Bytes of the budget and a share of the tenant's limit of streams, which one request holds
+    until its block ends. `meter` counts the tenant's streams; None: no limit.
     """
 
     budget: ByteBudget
     meter: TenantMeter | None = None
     size_bytes: int = 0
-    streams: int = 0
+    # Share of the request's streams; other requests for the same stream may hold it too.
+    share: StreamShare | None = None
     is_over: bool = False
 
     def __enter__(self) -> Self:
@@ -139,11 +140,12 @@ class RequestUsage(msgspec.Struct, eq=False):
         self.end()
 
     def end(self) -> None:
-        """Return all held bytes and streams to the budget and the limit."""
+        """Return the held bytes to the budget, and release the share of streams."""
         self.budget.held_bytes -= self.size_bytes
         self.size_bytes, self.is_over = 0, True
-        if self.meter is not None:
-            self.meter.give(self.streams)
+        share, self.share = self.share, None
+        if share is not None:
+            share.release()
 
     def allow(self, size_bytes: int) -> None:
         """Check that a body of this size is allowed now.
@@ -179,13 +181,15 @@ class RequestUsage(msgspec.Struct, eq=False):
         budget.held_bytes += size_bytes - self.size_bytes
         self.size_bytes = size_bytes
 
-    def open(self, streams: int) -> None:
-        """Take this number of streams from the tenant's limit. Raises RequestError: too few are
-        left.
+    def open(self, streams: int, key: str | None = None) -> None:
+        """Take this number of streams from the tenant's limit, or hold the share of the open stream
+        with this key. Raises RequestError: too few are left.
         """
         if self.meter is None:
             return
-        if not self.meter.take(streams):
+        assert self.share is None, "a request has one share"
+        self.share = self.meter.take(streams, key)
+        if self.share is None:
             raise RequestError(
                 f"limit of streams reached: streams is {self.meter.limits.streams}",
                 status=429,
@@ -193,7 +197,6 @@ class RequestUsage(msgspec.Struct, eq=False):
                 kind="streams",
                 headers={"Retry-After": retry_after(RETRY_S)},
             )
-        self.streams = streams
 
 
 @dataclass(slots=True, eq=False)

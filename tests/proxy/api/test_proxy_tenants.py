@@ -1,10 +1,13 @@
 """API keys and limits of tenants, over real HTTP and with the openai package."""
 
 import asyncio
+import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import openai
 import pytest
@@ -135,6 +138,120 @@ async def test_streams_are_limited_while_they_are_open(
         "open_streams": 0,
         "refused": 2,
     }
+
+
+class Clients:
+    """Clients of tenant a, whose keyed streams flow slowly until `end`."""
+
+    def __init__(self, system: ProxyCluster) -> None:
+        self.system = system
+        self.open: list[asyncio.Task[int]] = []
+        self.last: dict[str, str] = {}  # Last event's id of a stream, by key.
+
+    def begin(self, key: str, api_key: str = KEYS["a"], *, resumes: bool = False) -> None:
+        headers = {"Authorization": f"Bearer {api_key}", "Idempotency-Key": key}
+        if resumes and key in self.last:
+            headers["Last-Event-ID"] = self.last[key]
+        self.open.append(asyncio.create_task(self._read(key, headers)))
+
+    async def _read(self, key: str, headers: dict[str, str]) -> int:
+        fields = REQUEST | {"max_tokens": 400, "stream": True}
+        async with self.system.http.post(
+            self.system.url + "/v1/completions", json=fields, headers=headers
+        ) as response:
+            try:
+                async for line in response.content:
+                    if line.startswith(b"id: "):
+                        self.last[key] = line[4:].strip().decode()
+            except aiohttp.ClientError:
+                pass
+            return response.status
+
+    async def end(self) -> None:
+        for each in self.open:
+            each.cancel()
+        await asyncio.gather(*self.open, return_exceptions=True)
+
+
+def at_engines(system: ProxyCluster) -> int:
+    return sum(each.running for each in system.instances.values())
+
+
+def opened_by(system: ProxyCluster, tenant: str) -> int:
+    rows = tenants_of(system).describe()
+    return next(int(row["open_streams"]) for row in rows if row["tenant"] == tenant)
+
+
+async def test_streams_that_are_sent_again_count_once_and_count_on(
+    build: ProxyClusterBuilder, save: Save
+) -> None:
+    """However often, and by several requests at once: the place belongs to the stream."""
+    system = await build(security={"key_file": save(a={"streams": 2})})
+    system.script.pause_s, clients = 0.05, Clients(system)
+
+    async def holds(count: int) -> bool:
+        return at_engines(system) == opened_by(system, "a") == count
+
+    for number in (0, 1):
+        clients.begin(f"k{number}")
+        await system.until(partial(holds, number + 1))
+        for count in (1, 3, 1):
+            for _ in range(count):
+                clients.begin(f"k{number}")
+            await asyncio.sleep(0.2)
+        await system.until(partial(holds, number + 1))
+    refused, _ = await system.ask(REQUEST, bearer("a"))
+    clients.begin("k2")
+
+    assert await clients.open[-1] == 429
+    assert refused == 429
+    assert at_engines(system) == 2
+    await clients.end()
+    await system.until(partial(holds, 0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_order_of_requests_runs_more_than_the_limit(
+    build: ProxyClusterBuilder, save: Save, seed: int
+) -> None:
+    """Streams are opened, sent again at once and later, resumed and left, under two keys of the
+    tenant, while the limits and the tenant's presence in the file change.
+    """
+    rng, most = random.Random(seed), 3
+    keys = [key_hash(key.encode()).hex() for key in ("key-of-a", "second-key-of-a")]
+    system = await build(security={"key_file": save(a={"streams": most, "keys": keys})})
+    system.script.pause_s, clients, seen = 0.02, Clients(system), list[int]()
+    tenant = tenants_of(system)._by_name["a"]
+    for _ in range(60):
+        match rng.choice(["open", "again", "again", "resume", "leave", "reload"]):
+            case "reload":
+                path = save({"b": "key-of-b"}) if rng.random() < 0.5 else ""
+                if path:
+                    await system.proxy.reloads.reload()
+                limit = rng.randint(1, most)
+                save(a={"streams": limit, "keys": keys})
+                await system.proxy.reloads.reload()
+            case "leave" if clients.open:
+                clients.open[rng.randrange(len(clients.open))].cancel()
+            case what:
+                key = f"k{rng.randrange(6)}"
+                for _ in range(rng.randint(1, 3) if what == "again" else 1):
+                    api_key = rng.choice(["key-of-a", "second-key-of-a"])
+                    clients.begin(key, api_key, resumes=what == "resume")
+        await asyncio.sleep(rng.choice([0, 0, 0.01, 0.1]))
+        seen.append(at_engines(system))
+        assert opened_by(system, "a") <= most
+
+    assert max(seen) <= most
+    await system.until(lambda: _truth(at_engines(system) <= opened_by(system, "a")))
+    await clients.end()
+    await system.until(lambda: _truth(at_engines(system) == opened_by(system, "a") == 0))
+    assert tenant.meter is not None
+    assert tenant.meter._keyed == {}
+
+
+async def _truth(value: bool) -> bool:
+    return value
 
 
 async def test_keys_are_replaced_while_streams_run(build: ProxyClusterBuilder, save: Save) -> None:

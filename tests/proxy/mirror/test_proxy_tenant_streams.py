@@ -18,13 +18,18 @@ OWN, FOREIGN = "Bearer key-of-a", "Bearer key-of-b"
 
 
 @asynccontextmanager
-async def open_tenants(tmp_path: Path, *, with_keys: bool) -> AsyncIterator[MultiProxyCluster]:
+async def open_tenants(
+    tmp_path: Path, *, with_keys: bool, **limits: int
+) -> AsyncIterator[MultiProxyCluster]:
     settings: dict[str, Any] = {}
     if with_keys:
         path = tmp_path / "keys"
         path.write_bytes(
             msgspec.json.encode(
-                {name: {"keys": [key_hash(f"key-of-{name}".encode()).hex()]} for name in "ab"}
+                {
+                    name: {"keys": [key_hash(f"key-of-{name}".encode()).hex()], **limits}
+                    for name in "ab"
+                }
             )
         )
         path.chmod(0o600)
@@ -125,3 +130,46 @@ async def test_between_proxies_neither_tenants_nor_keys_are_sent(tmp_path: Path)
     raw = msgspec.msgpack.encode(sent[0])
     for private in (b"order-1", b"key-of-a", key_hash(b"key-of-a")):
         assert private not in raw
+
+
+async def test_a_response_that_is_taken_over_again_and_again_counts_on(tmp_path: Path) -> None:
+    """Two clients take the stream to the other proxy at once; the later one ends the first's claim,
+    and the stream keeps its place in the limit there.
+    """
+    async with open_tenants(tmp_path, with_keys=True, streams=1) as group:
+        group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 4
+        instances = group.system.instances.values()
+        asked = {"model": "scripted", "input": "play all/tokens.", "background": True}
+        responses, owner = group.url(0) + "/v1/responses", {"Authorization": OWN}
+        async with group.http.post(responses, json=asked, headers=owner) as response:
+            name = (await response.json())["id"]
+
+        async def take_over() -> int:
+            url = f"{group.url(1)}/v1/responses/{name}?stream=true"
+            async with group.http.get(url, headers=owner) as response:
+                await response.content.readany()
+                await asyncio.sleep(2.0)  # Longer than a claim keeps others from the stream.
+                return response.status
+
+        (meter,) = (
+            tenant.meter
+            for name, tenant in group.proxy(1).parts.tenants._by_name.items()
+            if name == "a"
+        )
+        assert meter is not None
+        taking = [asyncio.create_task(take_over()) for _ in range(2)]
+        await group.until(lambda: meter.open_streams == 1)
+        statuses = await asyncio.gather(*taking)
+        running, opened = sum(each.running for each in instances), meter.open_streams
+        other = group.reader("other")
+        await other.read(1, Authorization=OWN)
+
+        assert statuses == [200, 200]
+        assert (running, opened) == (1, 1)
+        assert other.errors == ["rate_limit_exceeded"]
+        async with group.http.delete(
+            f"{group.url(1)}/v1/responses/{name}", headers=owner
+        ) as response:
+            assert response.status == 200
+        await group.until(lambda: meter.open_streams == sum(each.running for each in instances))
+        assert meter.open_streams == 0
