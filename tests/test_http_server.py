@@ -14,7 +14,7 @@ from kvrs.net import server
 from kvrs.net.connections import ConnectionLimits
 from kvrs.net.http import inner_server
 from kvrs.net.http_request import no_note
-from kvrs.net.routes import Handler, Request, Response, Routes
+from kvrs.net.routes import Handler, Request, Response, Routes, written
 from kvrs.net.server import ClosingLine, HttpConnection, HttpServer, ReadingTurns
 
 pytestmark = pytest.mark.network
@@ -176,6 +176,19 @@ async def test_a_response_to_head_has_no_body() -> None:
 
     assert b"Content-Length: 2\r\n" in first
     assert second.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("status", [100, 101, 103, 199, 204, 304])
+def test_a_status_without_a_body_never_has_one(status: int) -> None:
+    """Its client takes whatever comes behind the head for the next response."""
+    response = Response(status, b'{"error": 1}', {"X-Said": "y"})
+
+    raw = written(response, keeps_open=True)
+
+    head, end, rest = raw.partition(b"\r\n\r\n")
+    assert (end, rest) == (b"\r\n\r\n", b"")
+    assert b"X-Said: y" in head
+    assert b"content-length" not in head.lower()
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -27,6 +27,7 @@ UNKNOWN_ROUTE = "other"  # `Request.route` of requests to unknown paths.
 MAX_BODY_BYTES = 64 << 20
 _LONGEST_SLIP = 100  # Most characters of an unknown path that are compared with those of handlers.
 NO_PARAMETERS: Mapping[str, str] = {}
+_BODILESS = (204, 304)  # Statuses without a body, beside 1xx.
 
 
 class Request(msgspec.Struct, eq=False):
@@ -202,12 +203,16 @@ def head_of(
 
 
 def written(response: Response, request: Request | None = None, *, keeps_open: bool) -> bytes:
-    """Return the bytes of a response, head and body; `request` as in `head_of`."""
-    body, fields = response.body or b"", response.headers
-    if response.status != 204:
+    """Return the bytes of a response, head and body; `request` as in `head_of`. A response to HEAD,
+    and one of a status without a body, ends with its head: its client would take a body for the
+    next response.
+    """
+    body, fields, status = response.body or b"", response.headers, response.status
+    if has_body := status >= 200 and status not in _BODILESS:
         fields = {**fields, "Content-Length": str(len(body))}
-    head = head_of(response.status, fields, request, keeps_open=keeps_open)
-    return head if request is not None and request.method == "HEAD" else head + body
+    head = head_of(status, fields, request, keeps_open=keeps_open)
+    has_body = has_body and (request is None or request.method != "HEAD")
+    return head + body if has_body else head
 
 
 def refused(refusal: HttpRefusal, headers: Mapping[str, str]) -> Response:

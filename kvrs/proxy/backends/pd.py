@@ -197,6 +197,11 @@ class PdBackend(OpenAiPeer):
 def _refusal(status: int, headers: Mapping[str, str], answer: bytes) -> KvrsError:
     if is_the_clients_fault(status):
         return RefusedError(status, _as_openai(answer))
+    if not 400 <= status <= 599:
+        # Neither a redirect nor another success is an answer, and a status without a body would end
+        # the client's response at its head.
+        cause = f"answered with HTTP {status}; allowed: 200, or 400 to 599"
+        return EngineError(cause, 502, failure_body({"message": f"the engine {cause}"}))
     error = _decoded(answer)
     cause = f"HTTP {status}{error_kind(error)}"
     if status in _BUSY:

@@ -20,6 +20,7 @@ _END_OF_HEAD = b"\r\n\r\n"
 _END_OF_CHUNK = b"\r\n"
 _HEAD_OF_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
+_SWITCHING = 101  # Status of a server that goes on in another protocol.
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
 _BEGUN_CHUNK = re.compile(rb"[0-9a-fA-F]{0,7}\r?")
 _LENGTH = re.compile(r"[0-9]{1,15}")
@@ -174,6 +175,10 @@ class HttpResponse:
             self._rest = b"" if at >= 0 else (known + head)[1 - len(_END_OF_HEAD) :]
             message = self._parse_head(head)
             if message is not None:
+                if message.code == _SWITCHING:
+                    # The bytes behind the head are of another protocol, and may never end.
+                    self._rest, self._framing, self.is_complete = b"", _Framing.PARSER, True
+                    return b""
                 usual = _usual_head(message) if at >= 0 else None
                 if usual is None:
                     self._rest = b""
@@ -194,7 +199,7 @@ class HttpResponse:
             self.fault = NotHttp(error.message.partition("\n")[0])
             return None
         for message, payload in messages:
-            if 100 <= message.code < 200 and message.code != 101:
+            if 100 <= message.code < 200 and message.code != _SWITCHING:
                 continue
             self.status, self.headers = message.code, message.headers
             self._payload = payload

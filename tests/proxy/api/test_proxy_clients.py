@@ -439,6 +439,28 @@ async def test_a_stream_that_flows_outlives_the_refusal_of_its_next_instance(
     assert "".join(parts) == "".join(map(text_of, expected_ids([1, 2, 3], 5)))
 
 
+@pytest.mark.parametrize("role", ["p", "d"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("status", [101, 201, 204, 304, 302, 399, 600, 999])
+async def test_a_status_that_is_no_answer_to_a_completion_is_502(
+    build: ProxyClusterBuilder, status: int, stream: bool, role: str
+) -> None:
+    """Whichever call got it; the client's next request on the connection gets its own answer."""
+    system = await build(pairs=1)
+    system.instances[f"{role}0"].refusal = (status, b"{}")
+
+    answered, body = await system.complete(**REQUEST, stream=stream)
+    system.instances[f"{role}0"].refusal = None
+    async with system.http.get(f"{system.url}/healthz") as response:
+        healthy = response.status, await response.read()
+
+    error = msgspec.json.decode(body)["error"]
+    assert answered == 502
+    assert error["type"] == "server_error"
+    assert f"HTTP {status}; allowed: 200, or 400 to 599" in error["message"]
+    assert healthy == (200, b"ok\n")
+
+
 async def test_causes_do_not_quote_engines(
     build: ProxyClusterBuilder, caplog: pytest.LogCaptureFixture
 ) -> None:

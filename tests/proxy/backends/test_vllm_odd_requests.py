@@ -102,6 +102,20 @@ async def test_an_error_of_embeddings_that_two_instances_give_reaches_the_client
     assert "Forbidden" in body["error"]["message"]
 
 
+@pytest.mark.parametrize("status", [201, 204, 302, 999])
+async def test_embeddings_with_another_status_than_of_an_answer_are_502(
+    vllms: Builder, status: int
+) -> None:
+    """Neither a redirect nor a status without a body is passed on."""
+    system, _ = await odd_vllms(vllms, {"status": status})
+
+    async with system.http.post(f"{system.url}/v1/embeddings", json={"input": "x"}) as answer:
+        answered, body = answer.status, await answer.json()
+
+    assert answered == 502
+    assert f"HTTP {status}; allowed: 200, or 400 to 599" in body["error"]["message"]
+
+
 @pytest.mark.parametrize("reason", ["repetition", "content_filter", "function_call", "tomorrow"])
 async def test_an_answer_is_complete_whatever_its_finish_reason_says(
     vllms: Builder, reason: str

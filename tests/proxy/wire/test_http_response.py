@@ -175,3 +175,16 @@ def test_what_a_response_says_and_whether_its_connection_may_go_on(
 ) -> None:
     """Only a usual response that has ended exactly leaves a connection for the next call."""
     assert seen(loop, raw, [], ends=True) == expected
+
+
+def test_a_response_that_changes_the_protocol_ends_with_its_head(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """An engine may leave the connection open, and the call must not wait for its end."""
+    response = HttpResponse(loop)
+
+    body = response.feed(b"HTTP/1.1 101 X\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nabc")
+
+    assert (body, response.status) == (b"", 101)
+    assert response.is_complete
+    assert not response.keeps_open
