@@ -26,17 +26,24 @@ class Lines(AsyncIterator[bytes]):
         self._upstream = upstream
         self._path = path
         self._lines = deque[bytes]()
-        self._rest = b""
+        self._rest = bytearray()  # Received part of a line that is not complete yet.
         self._ended: asyncio.Future[Need]
         self._news: asyncio.Future[None] | None = None
 
     def feed(self, data: bytes) -> Need:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _MAX_LINE_BYTES:
-            raise UpstreamError("sent a report of more than 8 MiB")
-        self._lines += lines
+        first, *others = data.split(b"\n")
+        self._rest += first
+        for line in others:
+            self._check()
+            self._lines.append(bytes(self._rest))
+            self._rest[:] = line
+        self._check()
         self._wake()
         return Need.MORE
+
+    def _check(self) -> None:
+        if len(self._rest) > _MAX_LINE_BYTES:
+            raise UpstreamError("sent a report of more than 8 MiB")
 
     def until(self, ended: Awaitable[Need]) -> None:
         """Wait for the end of the call, and then end the iteration over its lines."""

@@ -7,7 +7,7 @@ it; other events are converted first (`event_form.py`).
 
 import re
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,6 +19,7 @@ from kvrs.protocol.token_ids import packed
 # The first event of a plain engine holds the ids of the whole prompt, with up to 7 bytes each: room
 # for two million ids.
 MAX_EVENT_BYTES = 16 << 20
+_MOST_LINES = 10_000  # Most line ends within an event; engines write a few.
 
 TOKEN_IDS = b',"token_ids":['
 PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
@@ -38,40 +39,69 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(slots=True, eq=False)
 class EventSplitter:
-    """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events."""
+    """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events. Each
+    chunk is searched once, and an incomplete event is not searched again.
+    """
 
     max_event_bytes: int = MAX_EVENT_BYTES
-    rest: bytes = b""  # Received bytes of an event that is not complete yet.
-    has_begun: bool = False  # The first bytes have been read; a byte order mark may precede them.
+    # Received bytes of an event that is not complete yet.
+    rest: bytearray = field(default_factory=bytearray)
+    # Bytes that are dropped if the next ones are these: a byte order mark at the beginning, and the
+    # LF of a CRLF whose CR has ended an event.
+    _dropped: bytes = _BOM
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Return the payloads of the events that `chunk` completes.
 
         Raises:
-            UpstreamError: an event exceeds the limit.
+            UpstreamError: an event exceeds a limit. The events that `chunk` completes before it are
+                lost.
         """
-        if self.rest:
-            chunk = self.rest + chunk
+        rest = self.rest
+        if self._dropped:
+            chunk = self._without_dropped(chunk)
         elif (
-            chunk.startswith(b"data: {")
+            not rest
+            and chunk.startswith(b"data: {")
             and chunk.find(b"\n") == len(chunk) - 2
             and chunk.endswith(b"}\n\n")
         ):
             return [chunk[6:-2]]  # Fast path: the read is one whole event.
-        if not self.has_begun:
-            if len(chunk) < len(_BOM) and _BOM.startswith(chunk):
-                self.rest = chunk
-                return []
-            self.has_begun, chunk = True, chunk.removeprefix(_BOM)
+        if rest and rest[-1] in b"\r\n":
+            # A line end may be the first half of an event's end.
+            chunk = bytes(rest[-1:]) + chunk
+            del rest[-1]
         parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
-        self.rest = parts.pop()
-        if len(self.rest) > self.max_event_bytes:
-            raise UpstreamError(f"sent an event of more than {self.max_event_bytes} bytes")
+        last = parts.pop()
         payloads: list[bytes] = []
         for part in parts:
+            if rest:
+                rest += part
+                part = bytes(rest)
+                rest.clear()
+            self._check(len(part))
             if (payload := _payload(part)) is not None:
                 payloads.append(payload)
+        rest += last
+        # The rest may end with a line end, which does not count before the next byte.
+        self._check(len(rest) - 2)
+        if parts and not last and chunk.endswith(b"\r"):
+            self._dropped = b"\n"
         return payloads
+
+    def _without_dropped(self, chunk: bytes) -> bytes:
+        # Until the first three bytes are here, the rest may be a part of a byte order mark.
+        chunk, dropped = bytes(self.rest) + chunk, self._dropped
+        self.rest.clear()
+        if len(chunk) < len(dropped) and dropped.startswith(chunk):
+            self.rest += chunk
+            return b""
+        self._dropped = b""
+        return chunk.removeprefix(dropped)
+
+    def _check(self, size_bytes: int) -> None:
+        if size_bytes > self.max_event_bytes:
+            raise UpstreamError(f"sent an event of more than {self.max_event_bytes} bytes")
 
 
 def _payload(part: bytes) -> bytes | None:
@@ -79,6 +109,8 @@ def _payload(part: bytes) -> bytes | None:
     if b"\n" not in part and b"\r" not in part:
         return part[5:].strip() if part.startswith(b"data:") else None
     # The event also has other lines: a name, an id, a comment, or blank lines before it.
+    if part.count(b"\n") + part.count(b"\r") > _MOST_LINES:
+        raise UpstreamError(f"sent an event of more than {_MOST_LINES} lines")
     lines = [line[5:].strip() for line in _LINE_END.split(part) if line.startswith(b"data:")]
     # Lines may be joined by a space, because line ends within JSON are white space.
     return b" ".join(lines) if lines else None

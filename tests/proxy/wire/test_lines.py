@@ -1,12 +1,21 @@
 """Reports of a process, line by line."""
 
 import asyncio
+from itertools import pairwise
+from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrs.errors import UpstreamError
+from kvrs.proxy.wire import lines as module
 from kvrs.proxy.wire.errors import ConnectionLostError
+from kvrs.proxy.wire.lines import Lines
 from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Upstream
+from kvrs_testkit.allocations import allocated_bytes
+from kvrs_testkit.examples import examples
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 REFUSAL = b"HTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\n{}"
@@ -61,3 +70,44 @@ async def test_a_watch_that_is_refused_is_not_lost() -> None:
     assert lines == []
     assert not isinstance(error, ConnectionLostError)
     assert str(error) == "HTTP 404 for /load?watch=1"
+
+
+def divided(data: bytes, cuts: list[int]) -> tuple[list[bytes], str | None]:
+    """The lines of an answer in pieces that end at `cuts`, and the error behind them."""
+    lines = Lines(cast(Upstream, None), "/load")
+    error = None
+    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    try:
+        for start, end in pairwise(edges):
+            lines.feed(data[start:end])
+    except UpstreamError as fault:
+        error = str(fault)
+    return [*lines._lines], error
+
+
+@examples(200)
+@given(
+    data=st.lists(st.sampled_from([b"\n", b"a", b"bcd\n", b"e" * 30]), max_size=12).map(b"".join),
+    cuts=st.lists(st.integers(1, 100), max_size=12),
+    limit=st.integers(1, 60),
+)
+def test_any_division_brings_the_same_lines_and_the_same_error(
+    data: bytes, cuts: list[int], limit: int
+) -> None:
+    """The limit of a line is one of the line, not of a read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MAX_LINE_BYTES", limit)
+
+        assert divided(data, cuts) == divided(data, [])
+
+
+def test_a_byte_of_a_long_line_costs_no_more_than_one_of_a_short_line() -> None:
+    """A read costs its own bytes."""
+    lines = Lines(cast(Upstream, None), "/load")
+    lines.feed(b"x" * 4_000_000)
+
+    moved_bytes = allocated_bytes(lines.feed, [b"x"] * 1000)
+    lines.feed(b"\n")
+
+    assert moved_bytes < 8_000_000  # The buffer may have grown once.
+    assert [*lines._lines] == [b"x" * 4_001_000]

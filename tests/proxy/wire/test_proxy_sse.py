@@ -1,6 +1,6 @@
 """Bytes of events: split wherever chunks end, trimmed by offset, relayed once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from kvrs.proxy.wire.sse import (
     number_choice,
 )
 from kvrs.proxy.wire.upstream import Need
+from kvrs_testkit.allocations import allocated_bytes
 from kvrs_testkit.examples import examples
 
 IDS = st.lists(st.integers(0, 1 << 20), max_size=5)
@@ -260,6 +261,79 @@ def test_events_are_whole_wherever_chunks_end(
     ]
 
     assert got == payloads
+
+
+def split(stream: bytes, cuts: Iterable[int], limit: int) -> tuple[list[bytes], str | None]:
+    """The payloads of a stream that comes in pieces which end at `cuts`, and the error that ends
+    it; of the payloads before an error those of earlier pieces.
+    """
+    splitter, payloads = EventSplitter(limit), list[bytes]()
+    edges = [0, *sorted(cut for cut in cuts if cut < len(stream)), len(stream)]
+    try:
+        for start, end in pairwise(edges):
+            payloads += splitter.feed(stream[start:end])
+    except UpstreamError as error:
+        return payloads, str(error)
+    return payloads, None
+
+
+@SETTINGS
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                *(
+                    b"\r",
+                    b"\n",
+                    b"\r\n",
+                    b"\n\n",
+                    b"\r\r",
+                    b"data: {}\n\n",
+                    b'data: {"a":1}\r\n\r\n',
+                ),
+                *(b"data:", b"x" * 9, b": c\n", b"\xef\xbb\xbf", b"data: 1\rdata: 2\r\r"),
+            ]
+        ),
+        max_size=12,
+    ),
+    cuts=st.lists(st.integers(1, 120), max_size=12),
+    limit=st.integers(1, 60),
+)
+def test_any_division_of_a_stream_brings_the_same_events_or_the_same_error(
+    pieces: list[bytes], cuts: list[int], limit: int
+) -> None:
+    """Byte order mark, line ends of two bytes and the limit do not depend on where reads end."""
+    stream = b"".join(pieces)
+
+    whole, divided = split(stream, [], limit), split(stream, cuts, limit)
+    by_bytes, error = split(stream, range(1, len(stream)), limit)
+
+    assert divided[1] == whole[1] == error
+    assert divided[0] == by_bytes[: len(divided[0])]
+    assert error is not None or whole[0] == divided[0] == by_bytes
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r"])
+def test_a_byte_of_a_long_event_costs_no_more_than_one_of_a_short_event(end: bytes) -> None:
+    """A read costs its own bytes: an engine that sends a long event byte by byte delays nobody."""
+    event = b'data: {"a":"' + b"x" * 4_000_000 + b'"}'
+    splitter = EventSplitter()
+    splitter.feed(event[:-1000])
+
+    moved_bytes = allocated_bytes(splitter.feed, [event[at:][:1] for at in range(-1000, 0)])
+    payloads = splitter.feed(end * 2)
+
+    assert moved_bytes < 2 * len(event)  # The buffer may have grown once.
+    assert payloads == [event[6:]]
+
+
+def test_an_event_of_many_lines_is_refused() -> None:
+    """Lines are split at the end of the event, all of them in one call."""
+    splitter = EventSplitter()
+    splitter.feed(b"data: 1\n" * 10_001)
+
+    with pytest.raises(UpstreamError, match="more than 10000 lines"):
+        splitter.feed(b"data: 1\n\n")
 
 
 def test_data_in_several_lines_is_one_line_of_json() -> None:
