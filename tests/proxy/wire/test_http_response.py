@@ -1,6 +1,7 @@
 """Responses of instances, cut anywhere: the same bytes count, and the verdict is the same."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +47,9 @@ HEADS = [
     b"HTTP/1.1 101 X\r\nUpgrade: x\r\n\r\n",
     b"HTTP/1.1 200 OK\r\nX: " + b"a" * 9000 + b"\r\n\r\n",
     b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+    *(b"HTTP/1.1 100 Continue\r\n\r\n" * count + CHUNKED + b"0\r\n\r\n" for count in (8, 9, 40)),
+    *(b"HTTP/1.1 103 A\n\n" * count + b"HTTP/1.1 200 OK\n\n" for count in (8, 9)),
+    b"HTTP/1.1 103 A\r\n\r\n" + b"HTTP/1.1 200 OK\r\n" + b"X: %b\r\n" % (b"a" * 8000) * 9 + b"\r\n",
 ]
 BODIES = st.lists(st.binary(min_size=1, max_size=40), max_size=4)
 Seen = tuple[int | None, bytes, bool, bool, Fault | None]
@@ -69,6 +73,9 @@ def seen(
         response.feed_eof()
     allows_reuse = response.is_complete and response.keeps_open
     return response.status, body, response.is_complete, allows_reuse, response.fault
+
+
+EARLY = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def chunked(pieces: list[bytes]) -> bytes:
@@ -188,3 +195,51 @@ def test_a_response_that_changes_the_protocol_ends_with_its_head(
     assert (body, response.status) == (b"", 101)
     assert response.is_complete
     assert not response.keeps_open
+
+
+@pytest.mark.parametrize(
+    ("raw", "cause"),
+    [
+        (EARLY * 8 + CHUNKED, None),
+        (EARLY * 9 + CHUNKED, "more than 8 responses 1xx"),
+        (EARLY.replace(b"\r", b"") * 9 + CHUNKED, "more than 8 responses 1xx"),
+        (
+            b"HTTP/1.1 200 OK\r\n" + b"X: %b\r\n" % (b"a" * 8000) * 9 + b"\r\n",
+            "heads of more than 65536 bytes",
+        ),
+    ],
+)
+@pytest.mark.parametrize("read_bytes", [1, 100, 1 << 20])
+def test_few_informational_responses_are_skipped_and_heads_have_a_limit(
+    loop: asyncio.AbstractEventLoop, raw: bytes, cause: str | None, read_bytes: int
+) -> None:
+    """An engine that sends them without end has no answer; each costs a call of the parser."""
+    status, _, _, _, fault = seen(loop, raw, [*range(read_bytes, len(raw), read_bytes)])
+
+    assert fault == (None if cause is None else NotHttp(cause))
+    assert status == (200 if cause is None else None)
+
+
+class Counting:
+    """A pattern that counts its matches."""
+
+    def __init__(self, pattern: re.Pattern[bytes]) -> None:
+        self.pattern, self.count = pattern, 0
+
+    def match(self, data: bytes, at: int = 0) -> re.Match[bytes] | None:
+        self.count += 1
+        return self.pattern.match(data, at)
+
+
+def test_many_tiny_chunks_of_one_read_are_split_at_once(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body in chunks of one byte has six times its bytes, and no more steps than any other."""
+    counting = Counting(http_response._CHUNK)
+    monkeypatch.setattr(http_response, "_CHUNK", counting)
+    pieces = [b"%c" % (n % 256) * (n % 15 + 1) for n in range(10_000)]
+
+    found = seen(loop, CHUNKED + chunked(pieces) + b"0\r\n\r\n", [])
+
+    assert found == (200, b"".join(pieces), True, True, None)
+    assert counting.count < 10
