@@ -15,7 +15,7 @@ from kvrs.net.connections import ConnectionLimits
 from kvrs.net.http import inner_server
 from kvrs.net.http_request import no_note
 from kvrs.net.routes import Handler, Request, Response, Routes, written
-from kvrs.net.server import ClosingLine, HttpConnection, HttpServer, ReadingTurns
+from kvrs.net.server import ClosingLine, HttpConnection, HttpServer, ReadingTurns, TakesTurns
 
 pytestmark = pytest.mark.network
 
@@ -465,7 +465,7 @@ async def test_few_connections_that_bring_much_read_in_one_turn() -> None:
             read.append(self.number)
 
     for number in range(9):
-        turns.wait(cast(HttpConnection, Noting(number)))
+        turns.wait(Noting(number))
     counts = []
     for _ in range(3):
         await asyncio.sleep(0)
@@ -474,13 +474,31 @@ async def test_few_connections_that_bring_much_read_in_one_turn() -> None:
     assert (counts, read) == ([4, 8, 9], [*range(9)])
 
 
+async def test_a_connection_that_waits_again_in_its_turn_gets_one_in_each_turn() -> None:
+    """And not one more for each that it had."""
+    turns, read = ReadingTurns(1), list[int]()
+
+    class Again:
+        def has_turn(self) -> None:
+            read.append(1)
+            turns.wait(self)
+
+    turns.wait(Again())
+    counts = []
+    for _ in range(5):
+        await asyncio.sleep(0)
+        counts.append(len(read))
+
+    assert counts == [1, 2, 3, 4, 5]
+
+
 async def test_a_body_that_brings_much_waits_for_its_turns() -> None:
     """And all of it comes in the end."""
     waited: list[HttpConnection] = []
 
     class Holding(ReadingTurns):
-        def wait(self, connection: HttpConnection) -> None:
-            waited.append(connection)
+        def wait(self, connection: TakesTurns) -> None:
+            waited.append(cast(HttpConnection, connection))
 
     body, turns = b" " * (1 << 22), 0
     async with opened() as port:

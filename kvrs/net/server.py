@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiohttp.tcp_helpers import tcp_keepalive
 
@@ -89,24 +89,40 @@ class ClosingLine(dict["HttpConnection", float]):
             self.look.cancel()
 
 
+class TakesTurns(Protocol):
+    def has_turn(self) -> None:
+        """Read on, because the connection has waited for its turn."""
+
+
 class ReadingTurns:
     """Queue of connections with much data, whose reads would together hold up all other
-    connections.
+    connections. In each turn of the event loop `reads_at_once` of them read.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[HttpConnection, None] = {}
+    def __init__(self, reads_at_once: int = _READS_AT_ONCE) -> None:
+        self._reads_at_once = reads_at_once
+        self._waiting: dict[TakesTurns, None] = {}
+        self._is_next_due = False  # A callback for the next turn of the event loop is scheduled.
 
-    def wait(self, connection: "HttpConnection") -> None:
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
+    @property
+    def is_taken(self) -> bool:
+        """Return whether connections wait for their turns."""
+        return bool(self._waiting)
+
+    def wait(self, connection: TakesTurns) -> None:
+        """Add a connection; it may be the one that has its turn now."""
         self._waiting[connection] = None
+        if not self._is_next_due:
+            self._is_next_due = True
+            asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        for connection in [*islice(self._waiting, _READS_AT_ONCE)]:
+        self._is_next_due = False
+        for connection in [*islice(self._waiting, self._reads_at_once)]:
             del self._waiting[connection]
             connection.has_turn()
-        if self._waiting:
+        if self._waiting and not self._is_next_due:
+            self._is_next_due = True
             asyncio.get_running_loop().call_soon(self._next)
 
 

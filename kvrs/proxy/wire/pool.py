@@ -23,6 +23,7 @@ from kvrs.config.settings import is_numeric
 from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.errors import UpstreamError
 from kvrs.net.proving import PROOF_TIMEOUT_S, HandshakeProtocol, Keys, address_of
+from kvrs.net.server import ReadingTurns
 from kvrs.net.tls import Certificates
 from kvrs.process.descriptors import is_exhausted
 from kvrs.process.eager_task import Signal
@@ -32,7 +33,7 @@ from kvrs.protocol.secrets import ScopedKey
 from kvrs.proxy.wire.errors import BusyError, ConnectionLostError, unproven, unreached
 from kvrs.proxy.wire.lines import Lines
 from kvrs.proxy.wire.steady_reads import SteadyReads
-from kvrs.proxy.wire.upstream import Lost, Need, Upstream, WholeReader
+from kvrs.proxy.wire.upstream import Lost, Need, Upstream, WholeReader, one_by_one
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, reset_timeout
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class EngineLinks:
         # Only Linux has epoll.
         is_steady = coalesce_s > 0 and hasattr(select, "epoll")
         self._steady = SteadyReads(coalesce_s) if is_steady else None
+        self._turns = one_by_one()
         # Runs work on large request and response bodies beside the event loop.
         self.large = LargeWork()
 
@@ -94,7 +96,7 @@ class EngineLinks:
             self._keys.update(keys)
 
     def pool(self, url: str) -> "Pool":
-        self._pools.append(made := Pool(self._access, url, self._steady))
+        self._pools.append(made := Pool(self._access, url, self._steady, self._turns))
         return made
 
     def drop(self, pool: "Pool") -> None:
@@ -118,9 +120,16 @@ class EngineLinks:
 class Pool:
     """The connections to the process at one URL."""
 
-    def __init__(self, access: Access, url: str, steady: SteadyReads | None = None) -> None:
+    def __init__(
+        self,
+        access: Access,
+        url: str,
+        steady: SteadyReads | None = None,
+        turns: ReadingTurns | None = None,
+    ) -> None:
         parsed = urlsplit(url)
         self._access = access
+        self._turns = turns
         self._steady = steady
         self.url, self._address = url, address_of(url)
         self._host, self._port = parsed.hostname or "", parsed.port or 80
@@ -284,7 +293,7 @@ class Pool:
     async def _connect(self, lost: Lost) -> Upstream | None:
         """Open a connection; None: this process has no free descriptor."""
         loop = asyncio.get_running_loop()
-        upstream = Upstream(loop, lost, self._steady)
+        upstream = Upstream(loop, lost, self._steady, self._turns)
         limit_s = CONNECT_TIMEOUT_S
         try:
             key = self._key()

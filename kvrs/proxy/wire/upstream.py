@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Protocol, assert_never, cast
 
 from kvrs.errors import UpstreamError
+from kvrs.net.server import ReadingTurns
 from kvrs.process.eager_task import Signal
 from kvrs.proxy.wire.errors import ConnectionLostError, UnusableError
 from kvrs.proxy.wire.http_response import (
@@ -27,6 +28,11 @@ from kvrs.proxy.wire.steady_reads import SteadyReads
 _MAX_REFUSAL_BYTES = 8 << 20
 _LARGE_BODY_BYTES = 256 << 10  # Size of a request's body above which it is sent in pieces.
 _READ_BYTES = 8 << 10  # Most bytes that one read takes from a steady stream.
+# A read of this many bytes that the shortcut leaves is taken in the connection's turn, and of one
+# connection no more than `_TURN_BYTES` per turn of the event loop: at most 40 ms of work, if an
+# engine sends only framing.
+_MUCH_BYTES = 16 << 10
+_TURN_BYTES = 64 << 10
 _FEW_BYTES = 64  # A rest of fewer bytes contains no token's event, only the end of a stream.
 
 
@@ -96,25 +102,41 @@ class EventReader:
         return Need.MORE
 
 
+def one_by_one() -> ReadingTurns:
+    """Make turns of connections to instances: one of those that bring much reads in each turn of
+    the event loop.
+    """
+    return ReadingTurns(1)
+
+
 class Upstream(asyncio.Protocol):
     """A connection to an instance, for one call at a time. `lost` is called when the connection has
     ended, with its call, if any, and the error that the call must raise. `steady` reads the
-    connection while tokens take the reader's shortcut; None: the event loop does.
+    connection while tokens take the reader's shortcut; None: the event loop does. Connections that
+    bring much take `turns`; None: the connection shares them with no other one.
     """
 
     __slots__ = (
-        *("_descriptor", "_ended", "_is_paused", "_is_sent", "_is_steady", "_loop", "_lost"),
-        *("_reader", "_refusal", "_response", "_room", "_shortcut", "_steady", "_take", "proof"),
-        *("status", "transport"),
+        *("_descriptor", "_ended", "_held", "_is_paused", "_is_sent", "_is_steady", "_loop"),
+        *("_lost", "_reader", "_refusal", "_response", "_room", "_shortcut", "_steady", "_take"),
+        *("_turns", "_waits", "proof", "status", "transport"),
     )
 
     transport: asyncio.Transport  # Set by `connection_made`, before any call.
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, lost: "Lost", steady: SteadyReads | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lost: "Lost",
+        steady: SteadyReads | None = None,
+        turns: ReadingTurns | None = None,
     ) -> None:
         self._loop = loop
         self._lost = lost
+        self._turns = turns or one_by_one()
+        # The connection waits for its turn, with received bytes that are not taken yet. Its
+        # transport is paused.
+        self._waits, self._held = False, b""
         self._steady = steady
         self._is_steady = False
         # Descriptor of the connection while `steady` reads it; None: the event loop reads it.
@@ -196,7 +218,8 @@ class Upstream(asyncio.Protocol):
         self._reader = self._take = self._refusal = self._ended = self._shortcut = None
         if self._is_steady:
             self.end_steady()
-        if response is not None and response.is_complete and response.keeps_open and self._is_sent:
+        is_over = response is not None and response.is_complete and response.keeps_open
+        if is_over and self._is_sent and not self._held:
             if self._is_paused:
                 self.resume()
             return not self.transport.is_closing()
@@ -206,6 +229,7 @@ class Upstream(asyncio.Protocol):
     def close(self) -> None:
         if self._is_steady:
             self.end_steady(reads_on=False)
+        self._held = b""
         self.transport.abort()
 
     def pause(self) -> None:
@@ -218,16 +242,18 @@ class Upstream(asyncio.Protocol):
     def resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            if not self.transport.is_closing():
-                self.transport.resume_reading()
+            if not self._waits and not self.transport.is_closing():
+                if self._held:
+                    self._wait()
+                else:
+                    self.transport.resume_reading()
 
     def _use_shortcut(self, shortcut: Shortcut, response: HttpResponse) -> None:
-        is_read = self._refusal is None and self._take is not _drop
-        if not is_read or not response.is_between_chunks:
+        if self._refusal is not None or self._take is _drop or not response.is_between_chunks:
             return
         self._shortcut = shortcut
-        is_open = not (self._is_steady or self._is_paused or self.transport.is_closing())
-        if self._steady is not None and is_open:
+        is_read = not (self._is_steady or self._is_paused or self._waits)
+        if self._steady is not None and is_read and not self.transport.is_closing():
             self._is_steady = True
             self._descriptor = self._steady.begin(self.transport, self)
 
@@ -273,9 +299,39 @@ class Upstream(asyncio.Protocol):
             end = end_of_chunk(data)
             if (is_rest and len(data) == size) or not 0 < end < len(data) - _FEW_BYTES:
                 break
+            if end >= _MUCH_BYTES:
+                break
             self._take_read(data[:end])
             data, is_rest = data[end:], True
+        if len(data) < _MUCH_BYTES or self.transport.is_closing():
+            self._take_read(data)
+            return
+        # Large reads take turns. Until the next one nothing is read.
+        self.transport.pause_reading()
+        self._held = data
+        if self._turns.is_taken:
+            self._wait()
+        else:
+            self._take_held()
+
+    def has_turn(self) -> None:
+        """Take the next part of the bytes that are held, or read on."""
+        self._waits = False
+        if self._is_paused or self.transport.is_closing():
+            return  # `resume` goes on.
+        if self._held:
+            self._take_held()
+        else:
+            self.transport.resume_reading()
+
+    def _take_held(self) -> None:
+        data, self._held = self._held[:_TURN_BYTES], self._held[_TURN_BYTES:]
+        self._wait()
         self._take_read(data)
+
+    def _wait(self) -> None:
+        self._waits = True
+        self._turns.wait(self)
 
     def _take_read(self, data: bytes) -> None:
         """Take the bytes of a read that the shortcut has left."""
@@ -316,6 +372,9 @@ class Upstream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._is_steady:
             self.end_steady(reads_on=False)
+        if self._held:
+            data, self._held = self._held, b""
+            self._take_read(data)
         self._shortcut, response = None, self._response
         if response is not None:
             response.feed_eof()
