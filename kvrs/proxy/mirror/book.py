@@ -8,6 +8,7 @@ its client may resume, makes room only for later records of its own tenant: no t
 tenant's stream.
 """
 
+from collections.abc import Iterator
 from typing import assert_never
 
 import msgspec
@@ -45,6 +46,10 @@ _EVICTED_SHARE = 64  # One of so many finished records is evicted at once.
 # Time after its last message after which the events of a record are packed, as long as the stream
 # does not run here.
 _PACK_AFTER_S = 5.0
+# Most bytes of events that are packed at once, and those after which others get a turn of the event
+# loop: some 10 ms of work.
+_BLOCK_BYTES = 1 << 20
+_TURN_BYTES = 2 << 20
 _AWAY_S = 10.0  # Time for which a proxy that ends waits for clients to resume their streams.
 # Time for which the key of a deleted record is remembered, because updates and copies may still
 # arrive.
@@ -161,7 +166,7 @@ class RecordBook:
         self._drop(update.key)
         record = record_from(update, now_s, role=role, peer=sender)
         if role is RecordRole.COPY:  # A peer's death brings all that it kept at once.
-            record.pack()
+            record.pack(_BLOCK_BYTES)
         if not self._make_room(record.tenant, now_s, record):
             return UpdateAck(AckStatus.FULL)
         self._put(record)
@@ -225,6 +230,29 @@ class RecordBook:
             return Refusal.BUSY
         return Refusal.BUSY if record.is_just_granted(now_s) and not state.released else None
 
+    def pack(self, now_s: float) -> Iterator[None]:
+        """Pack the events of idle records, which may be all that clients have left at once. Yields
+        after each part of the work, behind which the caller lets others run.
+        """
+        work_bytes = 0
+        for record in [*self.records.values()]:
+            while self._is_due(record, now_s):
+                packed_bytes, grown = record.pack(_BLOCK_BYTES)
+                self._note_growth(record, grown)
+                work_bytes += packed_bytes
+                if work_bytes >= _TURN_BYTES:
+                    work_bytes = 0
+                    yield
+
+    def _is_due(self, record: Record, now_s: float) -> bool:
+        """Return whether a record of the book is idle, and has events to be packed."""
+        return (
+            not record.is_packed
+            and record.is_kept
+            and record.touched_s + _PACK_AFTER_S < now_s
+            and self.records.get(record.key) is record
+        )
+
     def expire(self, now_s: float) -> None:
         self._dropped = {
             key: at_s for key, at_s in self._dropped.items() if at_s + _DROPPED_S > now_s
@@ -232,8 +260,6 @@ class RecordBook:
         for record in [each for each in self.records.values() if each.is_kept]:
             if record.touched_s + self._keep_s < now_s:
                 self._drop(record.key)
-            elif record.touched_s + _PACK_AFTER_S < now_s:
-                self._note_growth(record, record.pack())
         # Records of streams that run here may have grown, so others must make room.
         for tenant in {each.tenant for each in self.records.values() if each.role.is_owner}:
             self._make_room(tenant, now_s)

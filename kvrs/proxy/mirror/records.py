@@ -5,12 +5,12 @@ need a tokenizer, and could not repeat log probabilities or tool calls. The owne
 with each grant, the mirror number whenever the owner takes another mirror.
 
 Events of one stream are nearly equal, and small objects in memory. A record whose stream does not
-run here has them in one compressed block, a small part of their size.
+run here has them in compressed blocks, a small part of their size.
 """
 
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -58,7 +58,8 @@ class Record:
     owner_epoch: int
     mirror_no: int = 0
     _events: list[StreamEvent] = field(default_factory=list, init=False)
-    _packed: bytes = field(default=b"", init=False)  # All events, which `_events` then lacks.
+    # Compressed blocks of the first events; `_events` has the others.
+    _packed: list[bytes] = field(default_factory=list, init=False)
     # Ids of the prompt, packed; None: not known yet, or not sent yet.
     prompt_ids: bytes | None = None
     reserved_bytes: int = 0  # Number of bytes counted for the prompt until its ids are known.
@@ -100,26 +101,41 @@ class Record:
     @property
     def events(self) -> list[StreamEvent]:
         """The events; a packed record decodes them for each call."""
-        if self._packed:
-            return _PACKED_EVENTS.decode(zlib.decompress(self._packed))
-        return self._events
+        return [*self._unpacked(), *self._events] if self._packed else self._events
 
-    def pack(self) -> int:
-        """Compress the events; return the bytes by which the record has grown, which are less than
+    def _unpacked(self) -> Iterator[StreamEvent]:
+        for block in self._packed:
+            yield from _PACKED_EVENTS.decode(zlib.decompress(block))
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether no event is left to be packed."""
+        return not self._events
+
+    def pack(self, most_bytes: int) -> tuple[int, int]:
+        """Compress the next events, up to these bytes and at least one, into a block. Return the
+        bytes of these events, and the bytes by which the record has grown, which are less than
         zero.
         """
-        if self._packed or not self._events:
-            return 0
-        packed = zlib.compress(msgspec.msgpack.encode(self._events), level=1)
-        grown = len(packed) - sum(map(_size_of, self._events))
-        self._packed, self._events = packed, []
-        self.size_bytes += grown
-        return grown
+        size_bytes = count = 0
+        for event in self._events:
+            count, size_bytes = count + 1, size_bytes + _size_of(event)
+            if size_bytes >= most_bytes:
+                break
+        if not count:
+            return 0, 0
+        block = zlib.compress(msgspec.msgpack.encode(self._events[:count]), level=1)
+        self._packed.append(block)
+        self._events = self._events[count:]
+        self.size_bytes += len(block) - size_bytes
+        return size_bytes, len(block) - size_bytes
 
     @property
     def seq(self) -> int:
         """Position of a client that has every event of the record; -1: the record has no event."""
-        events = self.events
+        events = self._events
+        if not events and self._packed:
+            events = _PACKED_EVENTS.decode(zlib.decompress(self._packed[-1]))
         return events[-1].seq if events else -1
 
     @property
@@ -136,9 +152,9 @@ class Record:
         """Append an event; return the bytes by which the record has grown."""
         grown = _size_of(event)
         if self._packed:
-            self._events = self.events
-            grown += sum(map(_size_of, self._events)) - len(self._packed)
-            self._packed = b""
+            unpacked = [*self._unpacked()]
+            grown += sum(map(_size_of, unpacked)) - sum(map(len, self._packed))
+            self._events, self._packed = unpacked + self._events, []
         self._events.append(event)
         self.size_bytes += grown
         return grown

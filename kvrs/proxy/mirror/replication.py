@@ -345,6 +345,8 @@ class Mirror:
     async def _heartbeat(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
+            for _ in self.book.pack(self.clock()):
+                await asyncio.sleep(0)
             self.book.expire(self.clock())
             self._copies.expire()
             _touch(self.streams.values(), self.clock())

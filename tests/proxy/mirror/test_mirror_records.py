@@ -1,9 +1,12 @@
 """Record book and outbox alone: grants, order and bounds with repeated, lost and late messages."""
 
+import zlib
 from random import Random
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrs.config.proxy import are_workers_of_one
 from kvrs.errors import RequestError
@@ -32,6 +35,7 @@ from kvrs.proxy.mirror.records import (
     record_from,
 )
 from kvrs.proxy.mirror.roles import RecordRole
+from kvrs_testkit.examples import examples
 
 HEADER = StreamHeader(b"digest", 7, (None, None, 9.0), 0.0, 0.0)
 S = StreamId("ab")
@@ -43,6 +47,11 @@ def record(key: str = "k", owner: str = "a-1", stream: StreamId = S) -> Record:
 
 def event(seq: int) -> StreamEvent:
     return StreamEvent(seq, pack_ids([seq]), b"event %d" % seq)
+
+
+def pack_all(book: RecordBook, now_s: float) -> None:
+    for _ in book.pack(now_s):
+        """Nobody else wants a turn."""
 
 
 def up(*peers: str) -> PresentPeers:
@@ -448,14 +457,14 @@ def test_an_idle_record_is_packed_and_has_the_same_events() -> None:
         mirrored.add(event(seq))
     book.receive(mirrored.update(0.0), "a", 0.0)
     running_bytes = own.size_bytes
-    book.expire(6.0)
+    pack_all(book, 6.0)
     assert own.events is own.events, "a running stream reads its record with each token"
     book.end(own, 0.0)
     expected = [event(seq) for seq in range(1, 101)]
 
-    book.expire(4.0)
+    pack_all(book, 4.0)
     assert own.size_bytes == running_bytes
-    book.expire(6.0)
+    pack_all(book, 6.0)
 
     for each in book.records.values():
         assert each.size_bytes < running_bytes / 5
@@ -469,6 +478,87 @@ def test_an_idle_record_is_packed_and_has_the_same_events() -> None:
     assert book.records["mirrored"].events == [*expected, event(101)]
     assert book.records["mirrored"].size_bytes > running_bytes
     assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
+
+
+def test_many_records_that_are_left_at_once_are_packed_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams of others go on in between; a record may have more events than fit into a part."""
+    compressed_bytes, compress = 0, zlib.compress
+
+    def counting(data: bytes, *, level: int) -> bytes:
+        nonlocal compressed_bytes
+        compressed_bytes += len(data)
+        return compress(data, level=level)
+
+    monkeypatch.setattr(zlib, "compress", counting)
+    book, parts = RecordBook(), list[int]()
+    for n in range(40):
+        made = record(f"k{n}")
+        assert book.own(made, 0.0)
+        for seq in range(1, 1001 if n else 50_001):
+            book.add(made, StreamEvent(seq, pack_ids([seq]), b"%d" % seq * 50))
+        book.end(made, 0.0)
+    held_bytes = book.size_bytes
+
+    for _ in book.pack(6.0):
+        parts.append(compressed_bytes)
+        compressed_bytes = 0
+
+    assert len(parts) > 8
+    assert max(parts) < 3 << 20
+    assert book.size_bytes < held_bytes / 5
+    assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
+    assert [each.seq for each in book.records["k0"].events] == [*range(1, 50_001)]
+    assert not [*book.pack(6.0)]
+
+
+def test_a_record_that_is_dropped_or_runs_again_between_two_parts_is_not_packed() -> None:
+    """Its bytes are not counted twice, and its stream reads it with each token."""
+    book = RecordBook()
+    for key in ("first", "dropped", "again"):
+        made = record(key)
+        assert book.own(made, 0.0)
+        for seq in range(1, 3001):
+            book.add(made, StreamEvent(seq, pack_ids([seq]), b"x" * 1000))
+        book.end(made, 0.0)
+
+    packing = book.pack(6.0)
+    next(packing)
+    book.forget("dropped")
+    again = record("again")
+    for seq in range(1, 3001):
+        again.add(StreamEvent(seq, pack_ids([seq]), b"x" * 1000))
+    assert book.own(again, 6.0)
+    remaining = [*packing]
+
+    assert len(remaining) < 2
+    assert again.events is again.events
+    assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
+
+
+@examples(100)
+@given(
+    acts=st.lists(
+        st.one_of(st.integers(0, 400).map(lambda n: ("add", n)), st.just(("pack", 500))),
+        max_size=20,
+    )
+)
+def test_a_record_packed_in_part_has_the_same_events(acts: list[tuple[str, int]]) -> None:
+    """And says what it holds."""
+    made, added = record(), list[StreamEvent]()
+    empty_bytes = made.size_bytes
+    for act, number in acts:
+        if act == "add":
+            added.append(StreamEvent(len(added) + 1, b"", b"x" * number))
+            made.add(added[-1])
+        else:
+            made.pack(number)
+        assert made.events == added
+        assert made.seq == (added[-1].seq if added else -1)
+        packed_bytes = sum(map(len, made._packed))
+        events_bytes = sum(len(each.data) + 160 for each in made._events)
+        assert made.size_bytes == empty_bytes + packed_bytes + events_bytes
 
 
 def test_copies_are_packed_as_they_come() -> None:
