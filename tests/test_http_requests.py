@@ -14,7 +14,13 @@ from multidict import CIMultiDict
 from kvrs.errors import RequestError
 from kvrs.net import http_request
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http_request import OLD_CHUNKS, no_note, parse_usual
+from kvrs.net.http_request import (
+    MOST_HEAD_BYTES,
+    MOST_URL_BYTES,
+    OLD_CHUNKS,
+    no_note,
+    parse_usual,
+)
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.net.server import HttpConnection, HttpServer
 
@@ -168,6 +174,37 @@ def test_requests_and_answers_are_the_same_wherever_the_bytes_are_cut(
             assert requests == full or TRAILER in data
 
     asyncio.run(read())
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1, 1000])
+@pytest.mark.parametrize("kind", ["chunk", "trailer", "blanks", "url", "headers"])
+async def test_a_limit_does_not_depend_on_where_the_bytes_are_cut(kind: str, excess: int) -> None:
+    """A limit that only an incomplete line had was one of the network's mood."""
+    size = 4096 + excess
+    match kind:
+        case "chunk":
+            data = CHUNKED + b"2;".ljust(size, b"a") + b"\r\n{}\r\n0\r\n\r\n"
+        case "trailer":
+            data = CHUNKED + b"2\r\n{}\r\n0\r\n" + b"A:".ljust(size, b"b") + b"\r\n\r\n"
+        case "url":
+            url = b"/".ljust(MOST_URL_BYTES + excess, b"a")
+            data = CHUNKED.replace(b"/a", url) + b"2\r\n{}\r\n0\r\n\r\n"
+        case "headers":
+            more = MOST_HEAD_BYTES + excess - len(CHUNKED.partition(b"\r\n")[2])
+            data = CHUNKED[:-2] + b"A: ".ljust(more, b"b") + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        case _:
+            # Blanks around a value are no part of any field.
+            more = MOST_URL_BYTES + MOST_HEAD_BYTES + excess - len(CHUNKED) - 2
+            data = CHUNKED[:-2] + b"A:".ljust(more, b" ") + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+
+    requests, answers = await served(data)
+    divided = [
+        await served(*(data[at : at + step] for at in range(0, len(data), step)))
+        for step in (100, 1000, 4096, len(data) - 10)
+    ]
+
+    assert divided == [(requests, answers)] * 4
+    assert len(requests) == (excess <= 0)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,10 @@ class HeadReader:
                 end = len(data) if found < 0 else found + 4
             else:
                 end = at + found + 4 - len(self._last)
+            # The parser gets no byte behind the limit, wherever reads divide the head.
+            most = at + MOST_URL_BYTES + MOST_HEAD_BYTES - self._size_bytes
+            if is_long := end > most:
+                found, end = -1, most
             piece = data[at:end]
             self._size_bytes += len(piece)
             self._last = b"" if found >= 0 else (self._last + piece)[-3:]
@@ -215,7 +219,7 @@ class HeadReader:
                     raise BrokenRequestError(BAD_REQUEST)
                 head, length = _read(messages[0][0])
                 return head, end, length
-            if self._size_bytes > MOST_URL_BYTES + MOST_HEAD_BYTES:
+            if is_long:
                 raise BrokenRequestError(TOO_LARGE)
             at = end
         return None
@@ -349,7 +353,11 @@ class Body:
                 at = self._feed_whole_chunks(data, at)
             if (end := data.find(b"\r\n", at)) < 0:
                 self._line = data[at:]
-                self.is_broken = len(self._line) > _MOST_LINE_BYTES
+                # The last byte may be the CR of the line's end.
+                self.is_broken = len(self._line) > _MOST_LINE_BYTES + 1
+                break
+            self.is_broken = end - at > _MOST_LINE_BYTES
+            if self.is_broken:
                 break
             self._take_line(data[at:end])
             at = end + 2

@@ -70,9 +70,10 @@ class ServerProof:
             self.is_over = True
             return b"", self._buffer
         message, end, rest = self._buffer.partition(END)
+        # The last three bytes may be the beginning of the message's end.
+        if len(message) > (MAX_MESSAGE_BYTES if end else MAX_MESSAGE_BYTES + len(END) - 1):
+            raise ProofError("a message without an end")
         if not end:
-            if len(self._buffer) > MAX_MESSAGE_BYTES:
-                raise ProofError("a message without an end")
             return b"", b""
         self._buffer = rest
         fields = _fields(message)
