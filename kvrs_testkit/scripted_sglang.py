@@ -41,8 +41,12 @@ class Room:
     bodies: dict[str, Any] = field(default_factory=dict)  # By role.
     legs: dict[str, Request] = field(default_factory=dict)
     ended_s: dict[str, float] = field(default_factory=dict)  # On the clock of the event loop.
+    # Legs that were closed by the other end, by role: whether decode had sent an event by then.
+    aborted: dict[str, bool] = field(default_factory=dict)
+    has_begun: bool = False  # Decode has sent an event.
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # Decode has reserved memory.
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # All KV is there.
+    prefill_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -52,9 +56,13 @@ class SglangScript:
     rooms: dict[int, Room] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
     faults: dict[int, Fault] = field(default_factory=dict)  # By output position; each happens once.
+    # What happens, once, when a prefill has computed.
+    prefill_fault: Fault | None = None
     prompt_tokens: int = 3
     compute_s: float = 0.0  # What a prefill takes.
     transfer_s: float = 0.0  # What its KV takes after that.
+    # Time in which decode notices the loss of its prefill, and gives up; None: it waits on.
+    notice_s: float | None = None
     pause_s: float = 0.0  # Between two events.
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
@@ -79,6 +87,7 @@ class ScriptedSglang(ScriptedServer):
     sent_mb: float = 0.0  # Of KV.
     hides_kv: bool = False  # It counts none of it.
     legs: int = 0  # Open ones.
+    refuses_with: int = 0  # Status of its answer to each completion; 0: it serves them.
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     fails_loads: bool = False  # Its `/v1/loads` are HTTP 500.
     computed: float = 0.0
@@ -182,6 +191,8 @@ class ScriptedSglang(ScriptedServer):
     async def _completions(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.read())
         self.bodies.append(body)
+        if self.refuses_with:
+            return _refusal("refused by the test", self.refuses_with)
         is_chat = request.path.startswith("/v1/chat")
         if is_chat and body.get("return_token_ids"):
             return _refusal("return_token_ids is not supported with streaming")
@@ -205,8 +216,13 @@ class ScriptedSglang(ScriptedServer):
                 if mode == "prefill":
                     return await self._prefill(request, parsed, met)
                 return await self._decode(request, parsed, met)
+            except (asyncio.CancelledError, ConnectionError):
+                met.aborted[mode] = met.has_begun
+                raise
             finally:
                 met.ended_s[mode] = asyncio.get_running_loop().time()
+                if mode == "prefill":
+                    met.prefill_ended.set()
         finally:
             self.legs -= 1
 
@@ -233,6 +249,9 @@ class ScriptedSglang(ScriptedServer):
         await room.joined.wait()
         await self._paused(self.script.compute_s)
         self.computed += len(history)
+        if self.script.prefill_fault is not None:
+            fault, self.script.prefill_fault = self.script.prefill_fault, None
+            return await _break(request, writer, fault, self.model)
         await self._paused(self.script.transfer_s)
         room.sent.set()
         self.sent_mb += 0.0 if self.hides_kv else len(history) / 1024
@@ -258,8 +277,8 @@ class ScriptedSglang(ScriptedServer):
             return _json(player.whole(model=self.model, returns_ids=False))
         prompt, position = list(history), len(history) - self.script.prompt_tokens
         writer = DyingWriter(request, "text/event-stream; charset=utf-8", self)
-        if room is not None:
-            await room.sent.wait()
+        if room is not None and not await self._has_kv(room):
+            return await _break(request, writer, Fault.ERROR, self.model)
         text, is_over = Writer(parsed, exact=False), False
         if player is not None and place is not None:
             if player.plays(parsed):
@@ -278,10 +297,27 @@ class ScriptedSglang(ScriptedServer):
             position += 1
             is_over = step.finish_reason is not None
             await self._paused(self.script.pause_s)
+            if room is not None:
+                room.has_begun = True
             first = {"prompt_token_ids": prompt} if len(history) == len(prompt) + 1 else {}
             await writer.write(_event(self.model, _choice(parsed, step, is_over) | first))
         await writer.write(DONE)
         return writer.end()
+
+    async def _has_kv(self, room: Room) -> bool:
+        """Wait until all KV is there; return False if decode gives up."""
+        if self.script.notice_s is None:
+            await room.sent.wait()
+            return True
+        waits = [asyncio.create_task(each.wait()) for each in (room.sent, room.prefill_ended)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not room.sent.is_set():
+            await asyncio.sleep(self.script.notice_s)
+        return room.sent.is_set()
 
     def _history(self, parsed: CompletionRequest | ChatRequest) -> list[int]:
         if self.recording is not None and isinstance(parsed, ChatRequest):
@@ -353,9 +389,9 @@ def _usage(model: str, tokens: int, cached: int, made: int = 1) -> bytes:
     return sse(msgspec.json.encode(event | {"choices": [], "usage": usage}))
 
 
-def _refusal(message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": 400}
-    return answer({"error": error}, 400)
+def _refusal(message: str, status: int = 400) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    return answer({"error": error}, status)
 
 
 def _json(said: Any) -> Response:

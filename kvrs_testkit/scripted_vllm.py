@@ -115,6 +115,9 @@ class ScriptedVllm(ScriptedServer):
     denies: int | None = None
     denies_beyond_tokens: int = 0
     queue: asyncio.Event | None = None  # What it decodes waits for it, and may be aborted before.
+    pull: asyncio.Event | None = None  # What it has begun to fetch comes with this.
+    fetching: int = 0  # Requests whose KV it fetches.
+    aborted_pulls: int = 0
     running: int = 0
     waiting: int = 0
     pulled: int = 0
@@ -251,6 +254,9 @@ class ScriptedVllm(ScriptedServer):
             f"vllm:num_requests_running{{{labels}}} {float(self.running)}",
             f"vllm:num_requests_waiting{{{labels}}} {float(self.waiting)}",
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
+            f'vllm:num_requests_kv_fetch_by_stage{{{labels},stage="waiting_to_start"}} 1.0',
+            f'vllm:num_requests_kv_fetch_by_stage{{{labels},stage="in_progress"}} {self.fetching}',
+            f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} {self.fetching}',
             f'vllm:cache_config_info{{block_size="{PAGE}",num_gpu_blocks="100",'
             f'enable_prefix_caching="{self.prefix_caching}",cache_dtype="{self.cache_dtype}",'
             'x="a\\"b"} 1.0',
@@ -420,6 +426,8 @@ class ScriptedVllm(ScriptedServer):
         history = self._history(parsed)
         if self.queue is not None:
             await self._wait_in_queue(self.queue, transfer)
+        if self.pull is not None and transfer is not None:
+            await self._fetch(self.pull)
         script, position = self.script, self._position(history)
         if script.faults.get(position) is Fault.EMPTY:
             del script.faults[position]
@@ -494,6 +502,16 @@ class ScriptedVllm(ScriptedServer):
             if transfer is not None:
                 self.script.hand_offs.pop(transfer["remote_request_id"], None)
             raise
+
+    async def _fetch(self, pull: asyncio.Event) -> None:
+        self.fetching += 1
+        try:
+            await pull.wait()
+        except asyncio.CancelledError:
+            self.aborted_pulls += 1
+            raise
+        finally:
+            self.fetching -= 1
 
     def _next_token(
         self, parsed: CompletionRequest | ChatRequest, history: list[int], begun_with: int

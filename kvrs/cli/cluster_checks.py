@@ -86,6 +86,8 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     yield from _engine_versions(config, state["instances"])
     yield from _rows(config, up, state["agents"], state["recoveries"])
     yield from _judged("hand-offs", "hand-offs of", _of_each(up, "hand_offs"), _OF_HAND_OFFS)
+    transfers = _of_each(up, "aborted_transfers")
+    yield from _judged("aborted transfers", "aborted transfers of", transfers, _OF_TRANSFERS)
     yield from _judged("self-tests", "self-test of", tests, _OF_SELF_TESTS)
     if up and not tests:
         remedy = "proxy.self_test: true, and restart the proxy"
@@ -229,6 +231,23 @@ _OF_HAND_OFFS = (
         "{format}, none from {differs_from}",
         "one format of KV at both ends",
         "one version, model, --kv-cache-dtype and attention backend at both",
+    ),
+)
+_OF_TRANSFERS = (
+    _Fault(
+        lambda row: row["are_held"] is False,
+        bad,
+        "its aborted requests' pages go to others while KV moves{because}",
+        "they are kept until nothing writes them",
+        "update the engine, or for SGLang set "
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=1 at prefill and decode where it has it",
+    ),
+    _Fault(
+        lambda row: row["are_held"] is None,
+        doubtful,
+        "it is not known whether its aborted requests' pages are kept while KV moves{because}",
+        "they are kept until nothing writes them",
+        "see that the engine is SGLang 0.5.23, vLLM 0.32, or later",
     ),
 )
 _OF_SELF_TESTS = (

@@ -8,7 +8,7 @@ from kvrs.core.fleet.signs import takes_requests
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import have_roles_of
 from kvrs.core.model.lifecycle import InstanceLeft, Stage
-from kvrs.core.model.member import Member, pause_s
+from kvrs.core.model.member import TRANSFER_S, Member, pause_s
 from kvrs.core.model.reforming import cause_of
 from kvrs.core.model.reports import changes_ranks
 from kvrs.core.model.streams import Stream
@@ -168,8 +168,10 @@ def gpu_judged(state: State, event: ev.GpuJudged, now_s: float) -> None:
         _move(state, member, cause, event.produced_tokens, now_s)
 
 
-def learned(state: State, event: ev.SelfTested | ev.NamesListed, now_s: float) -> None:
-    """Update what is known of a live instance (self-test, names)."""
+def learned(
+    state: State, event: ev.SelfTested | ev.NamesListed | ev.TransferHung, now_s: float
+) -> None:
+    """Update what is known of a live instance (self-test, names, a transfer that may hang)."""
     member = state.view.members.get(event.instance)
     if member is None or event.epoch != member.epoch:
         return
@@ -182,6 +184,8 @@ def learned(state: State, event: ev.SelfTested | ev.NamesListed, now_s: float) -
         case ev.NamesListed():
             member.learn(names=event.names)
             starter.place_idle(state, now_s)
+        case ev.TransferHung():
+            member.hung_until_s = now_s + TRANSFER_S
         case _:
             assert_never(event)
 

@@ -102,7 +102,7 @@ class RecoveryPolicy:
                 instances.gpu_judged(state, event, now_s)
             case ev.DrainOrdered() | ev.DrainEnded():
                 instances.ordered(state, event, now_s)
-            case ev.SelfTested() | ev.NamesListed():
+            case ev.SelfTested() | ev.NamesListed() | ev.TransferHung():
                 instances.learned(state, event, now_s)
             case ev.LoadReported():
                 instances.reported(state, event, now_s)

@@ -90,6 +90,13 @@ class Space(NamedTuple):
     row_bytes: int
 
 
+# Field of `RegionInfo.fields`, not a part of the namespace: whether the engine keeps the pages of a
+# request that is aborted while its KV moves.
+HOLDS_ABORTED = "holds_aborted_transfers"
+# Environment variable by which SGLang keeps these pages.
+SGLANG_VARIABLE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+
+
 class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Facts about a region, sent together with its descriptors."""
 
@@ -111,6 +118,12 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The digest of the engine's weights; empty: it is none that a report may have."""
         found = self.fields.get("weights")
         return found if isinstance(found, str) and len(found) <= 64 else ""
+
+    @property
+    def holds_aborted(self) -> bool | None:
+        """Return whether the engine keeps pages of aborted transfers; None: not reported."""
+        found = self.fields.get(HOLDS_ABORTED)
+        return found if isinstance(found, bool) else None
 
 
 # First 16 hex digits of a namespace; engines of one namespace can use each other's rows.
@@ -135,6 +148,8 @@ class RegionReport(msgspec.Struct, frozen=True):
     row_bytes: Annotated[int, msgspec.Meta(ge=0)]
     row_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # Tokens per row; 0: not reported.
     weights: Digest = ""  # Digest of the engine's weights; empty: not known.
+    # True if the engine keeps pages of aborted transfers; None: not reported.
+    holds_aborted: bool | None = None
 
     @classmethod
     def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":
@@ -146,6 +161,7 @@ class RegionReport(msgspec.Struct, frozen=True):
             info.row_bytes,
             info.row_tokens,
             info.weights,
+            info.holds_aborted,
         )
 
 

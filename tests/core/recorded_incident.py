@@ -208,6 +208,8 @@ class Rough:
         """An event of an instance's load, names or re-forming."""
         if drawn >= 850_000:
             return self.re_formed(name, drawn, stream)
+        if drawn < 803_000:
+            return ev.TransferHung(name, self.epochs[name])
         if drawn < 812_000:
             return ev.NamesListed(name, self.epochs[name], ModelNames(NAMES[: drawn % 3]))
         return load(name, seconds, epoch=self.epochs[name])

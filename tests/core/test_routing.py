@@ -246,6 +246,7 @@ def test_the_snapshot_is_plain_data() -> None:
             "failures_in_a_row": 0,
             "paused_s": 0.0,
             "busy_s": 0.0,
+            "hung_transfer_s": 0.0,
             "quick_deaths": 0,
             "cause": "",
         },

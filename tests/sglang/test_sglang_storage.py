@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvrs.engines import files
+from kvrs.protocol.rows import SGLANG_VARIABLE
 from kvrs.transfer.rows.ledger import LedgerView
 from kvrs_testkit.row_agent import until
 from kvrs_testkit.sglang_arguments import server_arguments
@@ -320,3 +321,22 @@ def test_a_page_of_an_agent_is_what_this_server_computes(build: Builder, alike: 
         None if alike else "a page of an agent is not what this server computes"
     )
     made.close()
+
+
+@pytest.mark.parametrize("is_set", [True, False, None])
+def test_the_log_tells_that_pages_of_aborted_transfers_are_not_held(
+    storage: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_set: bool | None,
+) -> None:
+    """By SGLang's own reading of the environment; a version without it is not judged."""
+    environ = ModuleType("sglang.srt.environ")
+    variables = {} if is_set is None else {SGLANG_VARIABLE: SimpleNamespace(get=lambda: is_set)}
+    environ.envs = SimpleNamespace(**variables)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.environ", environ)
+
+    assert storage._holds_aborted() is is_set
+
+    said = [record for record in caplog.records if SGLANG_VARIABLE in record.getMessage()]
+    assert len(said) == (is_set is False)

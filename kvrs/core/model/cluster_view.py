@@ -297,7 +297,7 @@ class ClusterView:
     def takes_start(self, member: Member) -> bool:
         """Return whether the instance's recent answers allow a new request."""
         health = member.answers
-        if member.is_doubted or member.is_unwell:
+        if member.is_doubted or member.is_unwell or self.now_s < member.hung_until_s:
             return False
         # After its pause, a closed instance gets one probe at a time.
         if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):
@@ -309,7 +309,7 @@ class ClusterView:
         a probe.
         """
         health = member.answers
-        if health.is_ejected:
+        if health.is_ejected or self.now_s < member.hung_until_s:
             return False
         if health.until_s is not None and self.now_s < health.until_s:
             return False
@@ -410,7 +410,10 @@ class ClusterView:
                     "others_reported": member.others_reported,
                     "retained_streams": len(member.held),
                     "drained": member.is_drained,
-                    "health": member.answers.snapshot(self.now_s),
+                    "health": {
+                        **member.answers.snapshot(self.now_s),
+                        "hung_transfer_s": max(0.0, member.hung_until_s - self.now_s),
+                    },
                 }
                 for member in self.members.values()
             ],

@@ -148,6 +148,15 @@ class NamesListed(_Event, frozen=True):
     names: ModelNames
 
 
+class TransferHung(_Event, frozen=True):
+    """A transfer of KV to the instance may go on, although its attempt was given up: a leg of the
+    attempt was lost meanwhile, or nothing has shown the transfer's end in time.
+    """
+
+    instance: InstanceId
+    epoch: int
+
+
 class LoadReported(_Event, frozen=True):
     """The instance has sent a load report that can change a decision (`model/reports.py`): a new
     queue, a re-forming of its ranks, or a drain, after which its process ends.
@@ -424,6 +433,7 @@ OfCluster = (
     | InstanceRemoved
     | SelfTested
     | NamesListed
+    | TransferHung
     | LoadReported
     | LinkMeasured
     | HolderUp

@@ -41,6 +41,9 @@ LONGEST_PAUSE_S = 60.0
 # First and longest pause before a busy instance is tried again while no other one is open.
 _FIRST_BUSY_S = 0.25
 _LONGEST_BUSY_S = 2.0
+# Time for which a transfer that has outlived its request may go on: SGLang then keeps the pages of
+# such a transfer by default.
+TRANSFER_S = 30.0
 _TRY_S = 0.5  # After a busy pause, one attempt goes first; others wait this long for its answer.
 _JITTER = 0.25
 
@@ -229,6 +232,9 @@ class Member:
     is_doubted: bool = False
     # True: the watch fails although the instance delivers tokens, so it gets no new request.
     is_unwell: bool = False
+    # Until then a transfer of a given-up attempt may go on there, so the instance gets new
+    # hand-offs only if nothing else takes them.
+    hung_until_s: float = -inf
     up_s: float = 0.0  # Time of coming up; later for a process after repeated quick deaths.
     told: LoadReport | None = None  # The last report passed to the policy; None: none.
     reported_queue_s: float = 0.0
@@ -441,6 +447,7 @@ class Member:
             and not self.is_doubted
             and not self.is_unwell
             and not health.is_ejected
+            and now_s >= self.hung_until_s
             and (
                 not health.awaited
                 or now_s - health.awaited_from_s <= UNANSWERED_S

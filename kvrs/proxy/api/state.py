@@ -50,11 +50,13 @@ def describe_processes(
     policy, gossip = control.policy.cluster_snapshot(), gossip_view.describe()
     health = {row["id"]: row["health"] for row in policy["instances"]}
     reloads, differing = _reloads(driver), _differing(driver)
+    transfers = driver.aborted_transfers([*control.instances.present()])
     at = Counter(live.instance for live in driver.streams.values())
     return {
         "instances": [
             _instance(known, driver, health.get(known.id), now_s)
             | {"streams": at[known.id], "differs": known.id in differing}
+            | {"aborted_transfers": msgspec.to_builtins(transfers.get(known.id))}
             | _restart(known, reloads.get(known.id))
             for known in control.instances.present()
         ],
@@ -126,6 +128,8 @@ def _instance(
         "failing": {key: of["cause"] for key, of in load.get("failing", {}).items()},
         "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
+        # Given-up calls of this proxy that are kept until their KV has stopped moving.
+        "detached_pairs": driver.context.detached.at.get(known.id, 0),
         "speculation": load.get("speculation"),
         # None: the model has no experts, or the instance one process.
         "experts": load.get("experts"),

@@ -3,9 +3,10 @@ proxy's.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from enum import StrEnum
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -80,6 +81,27 @@ class RowLoad:
         return self.node == STORE
 
 
+class Detached(StrEnum):
+    """End of a detached pair, as a label of its counter."""
+
+    BEGAN = "began"  # Decode had all KV.
+    FAILED = "failed"  # Both servers have given up.
+    LOST = "lost"  # A connection was lost in the transfer.
+    HUNG = "hung"  # Neither, in TRANSFER_S.
+    CLOSED = "closed"  # The proxy has stopped.
+    DROPPED = "dropped"  # Too many pairs were detached: closed at once.
+
+
+class Keeper(Protocol):
+    """Takes what is left of an attempt at a decode server."""
+
+    def keep(self, end: Coroutine[Any, Any, Detached]) -> bool:
+        """Run `end` of a detached pair in the background; False: too many are kept already."""
+
+    def doubt(self) -> None:
+        """Note that a transfer to the decode server may go on, and nothing will show its end."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     path: str
@@ -96,6 +118,8 @@ class Call:
     # Called when that prefill call has ended, with the tokens that the prefill server had in its
     # cache.
     found: Callable[[int], None] | None = None
+    # Keeps both calls if they are given up while KV may be moving; None: they are closed at once.
+    keeper: Keeper | None = None
 
     def add_transfer(self, name: str, params: object) -> None:
         """Add an object to `kv_transfer_params`, beside those of a hand-off."""

@@ -35,7 +35,7 @@ from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.listed_models import ListedModels
 from kvrs.proxy.backends.questions import Asked
 from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
-from kvrs.proxy.backends.sglang_legs import PrefillLeg, Window, with_both
+from kvrs.proxy.backends.sglang_legs import DecodeLeg, Pair, PrefillLeg, Window
 from kvrs.proxy.backends.sglang_replay import can_replay, take_replay
 from kvrs.proxy.backends.stock_peer import StockPeer, Watched
 from kvrs.proxy.wire.errors import UnusableError
@@ -285,12 +285,13 @@ class SglangBackend(StockPeer):
         assert isinstance(call.beside, SglangBackend), "a decode server computes nothing"
         if replays and not call.beside.replays:
             raise UpstreamError(f"its prefill server {call.beside.url} generates nothing again")
-        async with self._window:
-            prefill, leg = call.beside, PrefillLeg(call.found)
-            call.fields |= prefill.room()
-            counted = {"stream_options": StreamOptions(include_usage=True)}
-            beside = Call(call.path, call.fields | counted, call.headers, call.size_bytes)
-            await with_both(super().decode(call, reader), prefill.join(beside, leg), leg)
+        await self._window.enter()
+        prefill, leg, own = call.beside, PrefillLeg(call.found), DecodeLeg(reader)
+        call.fields |= prefill.room()
+        counted = {"stream_options": StreamOptions(include_usage=True)}
+        beside = Call(call.path, call.fields | counted, call.headers, call.size_bytes)
+        pair, keeper = Pair(own, leg, self._window.leave), call.keeper
+        await pair.run(super().decode(call, own), prefill.join(beside, leg), keeper)
 
     def _check_ids(self, prompt: Any) -> None:
         """Check that every id is in the vocabulary: any other id would end SGLang's scheduler

@@ -64,9 +64,12 @@ _LOAD_FAILED = "Internal server error"
 # Seconds for which a hand-off may be used, a part of `kv_lease_duration` (30 s, at least 10 s).
 # After the lease the blocks at prefill may belong to another stream, and decode would not notice.
 _HAND_OFF_S = 6.0
-# Seconds after which a request that only frees a hand-off is aborted: it has reached the engine by
-# then.
+# Seconds after which a request that only frees a hand-off is aborted if it still waits: it has
+# reached the engine by then. Further looks, and the time by which it is aborted in any case: vLLM
+# gives up a pull that hangs itself.
 _ABORTED_AFTER_S = 1.5
+_LOOK_AGAIN_S = 1.0
+_ABORTED_BY_S = 120.0
 
 
 class _Version(msgspec.Struct):
@@ -385,9 +388,9 @@ class VllmBackend(VllmServer):
 
     async def free_hand_off(self, transfer: msgspec.Raw, history: Sequence[int]) -> None:
         """Free a hand-off at prefill by asking decode for one token after the history. The request
-        fetches the KV or is aborted in the queue; either makes vLLM free the KV. The request has a
-        salt of its own, so that no other request uses the fetched blocks, which may hold other KV
-        by now.
+        fetches the KV or is aborted in the queue, but not while it may fetch; either makes vLLM
+        free the KV. The request has a salt of its own, so that no other request uses the fetched
+        blocks, which may hold other KV by now.
         """
         info = self._info
         assert info is not None
@@ -401,9 +404,20 @@ class VllmBackend(VllmServer):
             "kv_transfer_params": transfer,
         }
         call = Call(_COMPLETIONS, fields, size_bytes=BYTES_PER_ID * len(history))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ABORTED_AFTER_S):
-                await super().decode(call, EventReader())
+        freeing = asyncio.create_task(super().decode(call, EventReader()))
+        until_s = time.monotonic() + _ABORTED_BY_S
+        try:
+            await asyncio.wait({freeing}, timeout=_ABORTED_AFTER_S)
+            while not freeing.done() and time.monotonic() < until_s:
+                with suppress(UpstreamError):  # A failed question says nothing of pulls.
+                    if (await self._metrics()).pulls_nothing:
+                        return
+                await asyncio.wait({freeing}, timeout=_LOOK_AGAIN_S)
+            if freeing.done():
+                freeing.result()
+        finally:
+            if not freeing.cancel() and not freeing.cancelled():
+                freeing.exception()
 
     async def ask(self, call: Call) -> bytes:
         try:

@@ -23,6 +23,11 @@ _OF_PROGRESS = (
     "vllm:request_success_total",
     "vllm:kv_cache_usage_perc",
 )
+# Series that count requests that fetch KV, the exact one first, each without the label of others.
+_FETCHING = (
+    ("vllm:num_requests_kv_fetch_by_stage", 'stage="waiting_to_start"'),
+    ("vllm:num_requests_waiting_by_reason", 'reason="capacity"'),
+)
 _ROW_TIER = ':KvrsTier"'  # End of the label that names kvrs's tier, behind the number of the tier.
 # By kind of store: lines of `/metrics` that show, from the start of vLLM, that it uses the store.
 _STORES = {
@@ -168,6 +173,17 @@ class VllmMetrics:
         """
         found = list(self._values("vllm:nixl_bytes_transferred_sum"))
         return sum(found) if found else None
+
+    @property
+    def pulls_nothing(self) -> bool:
+        """True if the engine shows that no request fetches KV now; False also where its version
+        does not show it.
+        """
+        for name, without in _FETCHING:
+            found = [value for labels, value in self._found.get(name, ()) if without not in labels]
+            if found:
+                return not any(found)
+        return False
 
     @property
     def rows_read(self) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.slots import SlotSender
+from kvrs.proxy.streams.detached import DetachedPairs
 from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, OpenStream
@@ -56,6 +57,7 @@ class AttemptContext:
         self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
         self.slots = SlotSender(control.slots, agent_backends)
         self.hand_offs = GivenUpHandOffs(control.instances, backends, metrics.hand_offs, clock)
+        self.detached = DetachedPairs(control, metrics.detached_pairs, clock)
         self.turns = asyncio.Semaphore(CALLS_IN_TURN)
         # Functions by instance that treat its silence as its end, and return False if the silence
         # is too short for that.

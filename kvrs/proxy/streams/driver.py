@@ -5,7 +5,8 @@ clients.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from kvrs.config.cluster import Backend as Engine
@@ -14,6 +15,7 @@ from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.incidents import Incidents
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import all_refused
+from kvrs.core.fleet.transfers import AbortedTransfers, aborted_transfers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
@@ -23,7 +25,7 @@ from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.eager_task import EagerTask
-from kvrs.protocol.instance import InstanceInfo, LoadReport
+from kvrs.protocol.instance import InstanceInfo, LoadReport, Role
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
@@ -161,6 +163,32 @@ class Driver:
             f"that of the present one; allowed: a model with the same one, or a proxy of its own"
         )
 
+    def aborted_transfers(self, of: Sequence[Member]) -> dict[InstanceId, AbortedTransfers]:
+        """Judge what instances do with KV of aborted calls; empty: no KV moves between instances,
+        or nothing is known to be wrong.
+        """
+        instances = [*self.control.instances.present()]
+        if not (self.engine.is_stock and any(each.role is Role.PREFILL for each in instances)):
+            return {}
+        held, regions = dict[InstanceId, bool](), Counter[InstanceId]()
+        for agent in self.control.agents.present():
+            for region in () if agent.report is None else agent.report.rows.regions:
+                regions[region.engine] += region.is_alive
+                if region.is_alive and region.holds_aborted is not None:
+                    held[region.engine] = held.get(region.engine, True) and region.holds_aborted
+        ranks = [regions[each.id] or None for each in instances]
+        found = {
+            each.id: aborted_transfers(
+                self.engine,
+                self.backends[each.id].engine_version,
+                shown=held.get(each.id),
+                ranks=ranks,
+            )
+            for each in of
+            if each.was_up
+        }
+        return {name: judged for name, judged in found.items() if judged is not None}
+
     def load_reported(self, report: LoadReport) -> None:
         self.recoveries.fetched(report.fetches)
         self.recoveries.restarted(report.restarts)
@@ -243,6 +271,7 @@ class Driver:
             self._quiet = None
         self.recoveries.close()
         await self.context.slots.close()
+        await self.context.detached.close()
         await self.context.hand_offs.close()
 
     def begin_attempt(self, live: OpenStream, plan: act.Plan, *, gives_end: bool = False) -> None:
@@ -398,6 +427,11 @@ class Driver:
             case ev.InstanceUp(info=info):
                 self._files.accept(info.root)
                 log.info("instance up", extra={"instance": info.id, "epoch": info.epoch})
+                known = self.control.instances.known[info.id]
+                judged = self.aborted_transfers([known]).get(info.id)
+                if judged is not None and not judged.are_held:
+                    extra = {"instance": info.id, "cause": judged.cause}
+                    log.warning("pages of aborted transfers may be overwritten", extra=extra)
             case ev.InstanceLost(instance=name, cause=cause):
                 log.warning("instance lost", extra={"instance": name, "cause": cause})
             case ev.GpuJudged(instance=name, state=state, reason=reason):

@@ -25,6 +25,7 @@ from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import Refusal
 from kvrs.proxy.fleet.supervision import TaskKind
+from kvrs.proxy.streams.detached import detached_counter
 from kvrs.proxy.streams.hand_offs import given_up_counter
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
 from kvrs.proxy.streams.stream_metrics import (
@@ -91,6 +92,7 @@ class Metrics:
             ["outcome"],
         )
         self.hand_offs = given_up_counter(self.registry)
+        self.detached_pairs = detached_counter(self.registry)
         self.recoveries = RecoveryMetrics(self.registry)
         self.admission = AdmissionMetrics(self.registry)
         self._create_series()

@@ -106,6 +106,32 @@ async def test_a_request_that_waits_in_the_queue_is_aborted(vllms: Builder) -> N
     assert await asked == expected_ids(PROMPT, TOKENS)
 
 
+@pytest.mark.parametrize("lacks", [[], ["kv_fetch_by_stage"], ["kv_fetch_by", "waiting_by"]])
+async def test_a_pull_under_way_is_not_aborted(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch, lacks: list[str]
+) -> None:
+    """By the engine's own count of pulls; a version without one may be pulling at any time."""
+    monkeypatch.setattr("kvrs.proxy.backends.vllm._ABORTED_AFTER_S", 0.1)
+    monkeypatch.setattr("kvrs.proxy.backends.vllm._LOOK_AGAIN_S", 0.1)
+    system = await vllms(policy={"name": "always_recompute"})
+    server = system.servers["d1"]
+    server.lacks |= {*lacks}
+    system.servers["d0"].denies = 503
+    server.pull = asyncio.Event()
+
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+    await system.until(lambda: _is_true(server.fetching == 1))
+    reads = server.reads
+    await system.until(lambda: _is_true(server.reads > reads + 3))
+    await asyncio.sleep(0.5)
+    assert (server.fetching, server.aborted_pulls) == (1, 0)
+    server.pull.set()
+
+    await until_counted(system, freed=1)
+    assert (server.pulled, server.aborted_pulls) == (1, 0)
+    assert system.shared.hand_offs == {}
+
+
 async def test_a_hand_off_that_was_fetched_is_not_fetched_again(vllms: Builder) -> None:
     """However its stream ends: prefill would count that as an error, and decode would read blocks
     of others.
@@ -205,3 +231,7 @@ async def test_few_requests_that_free_blocks_run_at_a_time(
     await asyncio.sleep(0.05)
 
     assert len(freeing()) == 2
+
+
+async def _is_true(holds: bool) -> bool:
+    return holds
