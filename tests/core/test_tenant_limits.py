@@ -59,6 +59,7 @@ def test_a_call_that_outlives_its_stream_keeps_the_place() -> None:
     assert stream is not None
 
     call = stream.hold()
+    call.outlive()
     assert one.open_streams == 1
     stream.release()
     later = one.take(1, "k")
@@ -105,6 +106,8 @@ def test_no_order_of_requests_exceeds_the_limit_or_leaks(
                 held.pop(number % len(held)).release()
             case "hold" if held:
                 held.append(held[number % len(held)].hold())
+                if number % 2:
+                    held[-1].outlive()
             case "limit":
                 meter.limits = limits(streams=number)
             case _:

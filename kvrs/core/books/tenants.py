@@ -58,14 +58,17 @@ class StreamShare:
         self.streams, self.key, self.holders = streams, key, 1
 
     def hold(self) -> Self:
-        """Add a holder that may outlive the stream, such as a call that is given up while its KV
-        is transferred. A later request for the same stream then needs a share of its own, because
-        each could leave such a call behind.
-        """
+        """Add a holder, such as the calls of an attempt."""
         assert self.holders
-        self._meter.forget_key(self)
         self.holders += 1
         return self
+
+    def outlive(self) -> None:
+        """Note that a holder outlives its request, such as calls that are given up while their KV
+        is transferred. A later request for the same stream then needs a share of its own, because
+        each could leave such calls behind.
+        """
+        self._meter.forget_key(self)
 
     def release(self) -> None:
         """End one holder's part; the last one gives the streams back to the limit."""

@@ -95,6 +95,12 @@ class Detached(StrEnum):
 class Keeper(Protocol):
     """Takes what is left of an attempt at a decode server."""
 
+    def begin(self) -> None:
+        """Note that the calls begin: what their stream holds is held until `end` of both."""
+
+    def end(self) -> None:
+        """Note that both calls are over."""
+
     def keep(self, end: Coroutine[Any, Any, Detached]) -> bool:
         """Run `end` of a detached pair in the background; False: too many are kept already."""
 

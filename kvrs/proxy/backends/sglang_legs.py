@@ -161,6 +161,7 @@ class Pair:
 
     def __init__(self, decode: DecodeLeg, prefill: PrefillLeg, left: Callable[[], None]) -> None:
         self._decode, self._prefill, self._left = decode, prefill, left
+        self._keeper: Keeper | None = None
 
     async def run(
         self,
@@ -174,6 +175,9 @@ class Pair:
         Raises:
             KvrsError: the error of decode, or of prefill with `is_of_prefill` set.
         """
+        self._keeper = keeper
+        if keeper is not None:
+            keeper.begin()
         self._decoding, self._prefilling = legs = tuple(map(asyncio.create_task, (decode, prefill)))
         try:
             await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
@@ -226,6 +230,8 @@ class Pair:
                 # Read the error, so that asyncio does not log it as never retrieved.
                 leg.exception()
         self._left()
+        if self._keeper is not None:
+            self._keeper.end()
 
     async def _end(self, keeper: Keeper) -> Detached:
         """Wait until no KV moves any more, and close both calls."""

@@ -471,7 +471,9 @@ class AttemptCalls:
         known = self._instances.known[plan.decode]
         if known.info.joins_prefill and plan.prefill is not None:
             call.beside, call.found = self._context.backends[plan.prefill], self._found
-            call.keeper = self._context.detached.keeper(plan.decode)
+            held = self._live.journal.parsed.held
+            share = None if held is None else held.share
+            call.keeper = self._context.detached.keeper(plan.decode, share)
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
             call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
         call.hand_off, self._rows = self._hand_off, call.rows

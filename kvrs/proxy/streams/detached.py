@@ -1,8 +1,8 @@
 """Pairs of calls that attempts have given up while KV may be moving between their servers.
 
 Each is kept in the background until its end (`sglang_legs.py`), at most MOST_KEPT at a time, so
-that no server gives pages to others that a transfer still writes. Whatever the attempt's stream
-holds of its tenant's share is held until then.
+that no server gives pages to others that a transfer still writes. The place of the attempt's stream
+in its tenant's limit is held until then.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any
 import prometheus_client
 from prometheus_client import CollectorRegistry
 
+from kvrs.core.books.tenants import StreamShare
 from kvrs.core.control import Control
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
@@ -20,9 +21,6 @@ from kvrs.proxy.backends.bodies import Detached
 from kvrs.proxy.streams.open_stream import OpenStream
 
 MOST_KEPT = 1024
-
-# Begins to hold a share of something, and returns the function that releases it.
-Hold = Callable[[], Callable[[], None]]
 
 
 def detached_counter(registry: CollectorRegistry) -> prometheus_client.Counter:
@@ -56,17 +54,16 @@ class DetachedPairs:
     def at(self) -> Mapping[InstanceId, int]:
         return self._at
 
-    def keeper(self, decode: InstanceId, hold: Hold | None = None) -> "PairKeeper":
-        """Return the keeper of an attempt's calls; `hold` is called if they are kept."""
-        return PairKeeper(self, decode, self._control.instances.known[decode].epoch, hold)
+    def keeper(self, decode: InstanceId, share: StreamShare | None = None) -> "PairKeeper":
+        """Return the keeper of an attempt's calls, which hold the share of their stream."""
+        return PairKeeper(self, decode, self._control.instances.known[decode].epoch, share)
 
-    def keep(self, keeper: "PairKeeper", end: Coroutine[Any, Any, Detached]) -> bool:
+    def keep(self, decode: InstanceId, end: Coroutine[Any, Any, Detached]) -> bool:
         if len(self._tasks) >= MOST_KEPT:
             self._ends.labels(Detached.DROPPED).inc()
             return False
-        self._at[keeper.decode] += 1
-        release = _nothing if keeper.hold is None else keeper.hold()
-        task = asyncio.create_task(self._run(keeper.decode, end, release))
+        self._at[decode] += 1
+        task = asyncio.create_task(self._run(decode, end))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return True
@@ -81,34 +78,39 @@ class DetachedPairs:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(
-        self, decode: InstanceId, end: Coroutine[Any, Any, Detached], release: Callable[[], None]
-    ) -> None:
+    async def _run(self, decode: InstanceId, end: Coroutine[Any, Any, Detached]) -> None:
         outcome = Detached.CLOSED
         try:
             outcome = await end
         finally:
             self._ends.labels(outcome).inc()
             self._at[decode] -= 1
-            release()
-
-
-def _nothing() -> None: ...
 
 
 class PairKeeper:
     """The keeper of one attempt's calls, as `sglang_legs.Keeper`."""
 
-    __slots__ = ("_epoch", "_pairs", "decode", "hold")
+    __slots__ = ("_epoch", "_pairs", "_share", "decode")
 
     def __init__(
-        self, pairs: DetachedPairs, decode: InstanceId, epoch: int, hold: Hold | None
+        self, pairs: DetachedPairs, decode: InstanceId, epoch: int, share: StreamShare | None
     ) -> None:
-        self._pairs, self._epoch = pairs, epoch
-        self.decode, self.hold = decode, hold
+        self._pairs, self._epoch, self._share = pairs, epoch, share
+        self.decode = decode
+
+    def begin(self) -> None:
+        if self._share is not None:
+            self._share.hold()
+
+    def end(self) -> None:
+        if self._share is not None:
+            self._share.release()
 
     def keep(self, end: Coroutine[Any, Any, Detached]) -> bool:
-        return self._pairs.keep(self, end)
+        is_kept = self._pairs.keep(self.decode, end)
+        if is_kept and self._share is not None:
+            self._share.outlive()
+        return is_kept
 
     def doubt(self) -> None:
         self._pairs.hung(self.decode, self._epoch)

@@ -69,8 +69,9 @@ class EventSplitter:
             return [chunk[6:-2]]  # Fast path: the read is one whole event.
         if rest and rest[-1] in b"\r\n":
             # A line end may be the first half of an event's end.
-            chunk = bytes(rest[-1:]) + chunk
-            del rest[-1]
+            size_bytes = 2 if rest.endswith(b"\r\n") else 1
+            chunk = bytes(rest[-size_bytes:]) + chunk
+            del rest[-size_bytes:]
         parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
         last = parts.pop()
         payloads: list[bytes] = []
@@ -83,8 +84,8 @@ class EventSplitter:
             if (payload := _payload(part)) is not None:
                 payloads.append(payload)
         rest += last
-        # The rest may end with a line end, which does not count before the next byte.
-        self._check(len(rest) - 2)
+        # The rest may end with all but the last byte of an event's end, which is none of its bytes.
+        self._check(len(rest) - 3)
         if parts and not last and chunk.endswith(b"\r"):
             self._dropped = b"\n"
         return payloads

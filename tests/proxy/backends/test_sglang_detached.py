@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvrs.config.tenants import key_hash
 from kvrs.core.model.member import TRANSFER_S
-from kvrs.ids import InstanceId
 from kvrs.proxy.backends.bodies import Detached
 from kvrs.proxy.streams import detached
 from kvrs_testkit.scripted import Fault
@@ -303,30 +305,27 @@ async def test_detached_pairs_end_with_the_proxy(sglangs: Builder) -> None:
     assert room.aborted == {"prefill": False, "decode": False}
 
 
-async def test_what_a_stream_holds_is_held_until_its_detached_pair_is_closed(
-    sglangs: Builder,
+async def test_a_detached_pair_keeps_its_place_in_the_share_of_its_tenant(
+    sglangs: Builder, tmp_path: Path
 ) -> None:
-    """Such as its place in the share of its tenant."""
-    system = await sglangs()
-    pairs, held = system.proxy.parts.driver.context.detached, list[str]()
+    """Its own stream needs no second one to go on; another one gets 429 until it is closed."""
+    key_file, key = tmp_path / "keys", "key-of-a"
+    tenant = {"keys": [key_hash(key.encode()).hex()], "streams": 1}
+    key_file.write_bytes(msgspec.json.encode({"a": tenant}))
+    key_file.chmod(0o600)
+    system = await sglangs(proxy={"token_gap_s": 0.5}, security={"key_file": str(key_file)})
+    system.http.headers["Authorization"] = f"Bearer {key}"
+    system.shared.transfer_s = 20.0
+    stream, _ = await begun(system)
+    system.shared.transfer_s = 0.0
 
-    def hold() -> Callable[[], None]:
-        held.append("held")
-        return lambda: held.append("released")
-
-    over = asyncio.Event()
-
-    async def end() -> Detached:
-        await over.wait()
-        return Detached.BEGAN
-
-    assert pairs.keeper(InstanceId("d0"), hold).keep(end())
-    assert held == ["held"]
+    assert await stream == expected_ids(PROMPT, TOKENS)
+    body = {"prompt": PROMPT, "max_tokens": 1}
     assert await kept(system) == 1
-    over.set()
+    assert (await system.ask(body))[0] == 429
     await until_none_is_kept(system)
 
-    assert held == ["held", "released"]
+    assert (await system.ask(body))[0] == 200
 
 
 @pytest.mark.parametrize(("version", "are_held"), [("0.5.22", False), ("0.5.23", True)])
