@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_bytes
 
-from kvrs.agent.regions import Regions
+from kvrs.agent.regions import Regions, RowSummer
 from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.protocol import rows
@@ -23,7 +23,9 @@ TIMEOUT_S = 20.0
 
 
 class RowAgent:
-    """Regions, copies and their port. `copies_of` starts the copying of another agent's rows."""
+    """Regions, copies and their port. `copies_of` starts the copying of another agent's rows,
+    `sum_rows` the making of checksums.
+    """
 
     def __init__(
         self, path: Path, secrets: Sequence[bytes] = (SECRET,), room_bytes: int = 1 << 30
@@ -39,6 +41,7 @@ class RowAgent:
         self._streams: list[RowStream] = []
         self._copiers: list[RowCopier] = []
         self.port.listen(listen_unix(path))
+        self._summers: list[RowSummer] = []
 
     @cached_property
     def tcp(self) -> int:
@@ -47,6 +50,11 @@ class RowAgent:
         number: int = listener.getsockname()[1]
         self.port.listen(listener)
         return number
+
+    def sum_rows(self, share: float = 1.0) -> None:
+        """Make checksums of all rows from here on."""
+        self._summers.append(RowSummer(self.regions, share))
+        self._summers[-1].start()
 
     def copies_of(
         self, port: int, bytes_per_s: float | None = None, key: bytes | None = None
@@ -87,6 +95,8 @@ class RowAgent:
         return stream
 
     def close(self) -> None:
+        for summer in self._summers:
+            summer.close()
         for copier in self._copiers:
             copier.close()
         self.port.close()

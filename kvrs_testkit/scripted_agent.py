@@ -45,6 +45,7 @@ class ScriptedAgent(ScriptedServer):
     deaf: bool = False  # It does not answer requests for slots.
     regions: list[Any] = field(default_factory=list)  # As it reports them.
     serves_other_nodes: bool = True
+    refused_rows: int = 0
 
     def add_routes(self, routes: Routes) -> None:
         routes.add("GET", "/kvrs/v1/agent", self._info)
@@ -102,7 +103,9 @@ class ScriptedAgent(ScriptedServer):
             pages={StreamId(stream): pages for stream, pages in changed.items()},
             denied=[StreamId(stream) for stream in self.denied],
             # Its regions may be such as no agent would report.
-            rows=RowsReport(tuple(self.regions), self.serves_other_nodes),
+            rows=RowsReport(
+                tuple(self.regions), self.serves_other_nodes, refused_rows=self.refused_rows
+            ),
         )
 
     async def _leases(self, request: Request) -> Response:

@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, str]] = {
     "KvrsStreamsUnprotected": {"kvrs_streams_unprotected": "0x10 4x12 0x8"},
     "KvrsStoreWrong": {f"kvrs_worker_store_wrong{{{WORKER}}}": "0x10 1x5 0x15"},
     "KvrsWorkerDiffers": {f"kvrs_worker_differs{{{WORKER}}}": "0x10 1x12 0x8"},
+    "KvrsRowsRefused": {'kvrs_agent_refused_rows_total{agent="agent-n0"}': "0x10 1x20"},
     "KvrsTokenizerMissing": {"kvrs_tokenizer_missing": "0x10 1x12 0x8"},
     "KvrsReloadRefused": {f"kvrs_config_last_reload_successful{{{JOB}}}": "1x10 0x12 1x8"},
     "KvrsPredictionsOff": {

@@ -11,7 +11,7 @@ from secrets import token_bytes
 import aiohttp
 
 from kvrs.agent.fences import FenceSender
-from kvrs.agent.regions import Regions
+from kvrs.agent.regions import Regions, RowSummer
 from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.agent.slots import SlotTable
@@ -114,6 +114,7 @@ class NodeAgent:
         self._copies = RowCopies(lambda: max(0, self.capacity_bytes - self.store.reserved_bytes))
         tagger = RowTagger(secret, token_bytes(SALT_BYTES))
         self._rows = RowPort(self._regions, self._copies, keys, tagger)
+        self._summer = RowSummer(self._regions, config.backup.checksum_share)
         self._copied = self._copied_node(config)
         self._copier = None if self._copied is None else self._copier_of(self._copied, config)
 
@@ -176,6 +177,7 @@ class NodeAgent:
                 tuple(self._regions.reports()),
                 self.node.agent.row_port is not None,
                 () if self._copied is None else self._copies.reports(self._copied.id),
+                self._regions.refused_rows + self._copies.refused_rows,
             ),
         )
 
@@ -220,11 +222,13 @@ class NodeAgent:
             bind = settings.bound(settings.host)
             with naming_port(f"agent of node {self.node.id}", "row_port", bind, settings.row_port):
                 self._rows.listen(listen_tcp(bind, settings.row_port))
+        self._summer.start()
         if self._copier is not None:
             self._copier.start()
 
     async def close(self) -> None:
         """Stop serving pages and rows, and end their connections."""
+        self._summer.close()
         if self._copier is not None:
             self._copier.close()
         self._rows.close()

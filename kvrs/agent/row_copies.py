@@ -3,7 +3,8 @@ and serves them after the loss of that node.
 
 A thread asks the other agent which rows are protected, and loads new ones with lower priority than
 all serving. Rows that are no longer protected are dropped at once. Rows keep the other agent's tag,
-so the loading server verifies the whole way.
+so the loading server verifies the whole way. A copy that differs from its checksum when it is read
+is dropped, and loaded again while its source exists.
 """
 
 import logging
@@ -28,7 +29,7 @@ _RETRY_S = 1.0
 _TIMEOUT_S = 30.0
 _QUESTION_BYTES = 1 << 20  # Bytes of the rows that one question loads; at least one row.
 
-Row = tuple[bytes, memoryview]  # Tag of a row, and its bytes.
+Row = tuple[bytes, memoryview, bytes]  # Tag of a row, its bytes, and their checksum.
 
 
 class CopiedRows:
@@ -39,6 +40,7 @@ class CopiedRows:
         self.rows: dict[bytes, Row] = {}
         self.protected = 0  # Rows that the other node's running streams need, by the last look.
         self.used_s = 0.0
+        self.refused = 0  # Copies that were dropped because they differed from their checksums.
 
     @property
     def share(self) -> float:
@@ -53,12 +55,19 @@ class CopiedRows:
 
     def read(
         self, key: bytes, buffer: memoryview, now_s: float, *, tagged: bool = True
-    ) -> Row | None:
-        """Return the tag and the bytes of a row without copying them into `buffer`; None: not held.
-        The tag is returned in any case, since the row came from another node.
+    ) -> tuple[RowFrame, bytes, memoryview] | None:
+        """Return ROW, the tag and the bytes of a row without copying them into `buffer`; None: not
+        held, or damaged. The tag is returned in any case, since the row came from another node.
         """
         self.used_s = now_s
-        return self.rows.get(key)
+        if (found := self.rows.get(key)) is None:
+            return None
+        tag, row, checksum = found
+        if rows.checksum(row) != checksum:
+            self.refused += self.rows.pop(key, None) is not None
+            log.error("the copy of a row has changed, and is refused: faulty memory?")
+            return None
+        return RowFrame.ROW, tag, row
 
 
 class RowCopies:
@@ -69,6 +78,7 @@ class RowCopies:
         self._spaces: dict[Space, CopiedRows] = {}
         self._lock = threading.Lock()
         self._lost_s: float | None = None
+        self._refused_before = 0  # Refused copies of spaces that are no longer held.
 
     def of(self, space: Space) -> list[CopiedRows]:
         found = self._spaces.get(space)
@@ -84,12 +94,17 @@ class RowCopies:
         copies = list(self._spaces.values())
         return sum(len(each.rows) * each.space.row_bytes for each in copies)
 
+    @property
+    def refused_rows(self) -> int:
+        """Number of copies that were dropped because they had changed, since the agent's start."""
+        return self._refused_before + sum(each.refused for each in list(self._spaces.values()))
+
     def keep(self, protected: dict[Space, list[bytes]]) -> None:
         """Drop the copies of rows that are no longer among those that the other agent protects."""
         with self._lock:
             self._lost_s = None
             spaces = {space: self._spaces.get(space, CopiedRows(space)) for space in protected}
-            self._spaces = spaces
+            self._hold(spaces)
         for space, copies in spaces.items():
             wanted = set(protected[space])
             copies.rows = {key: row for key, row in copies.rows.items() if key in wanted}
@@ -101,8 +116,8 @@ class RowCopies:
         held = self._spaces[space].rows
         return [key for key in keys if key not in held][:room]
 
-    def put(self, space: Space, key: bytes, row: Row) -> None:
-        self._spaces[space].rows[key] = row
+    def put(self, space: Space, key: bytes, tag: bytes, row: memoryview) -> None:
+        self._spaces[space].rows[key] = tag, row, rows.checksum(row)
 
     def lose(self, now_s: float) -> None:
         """Note that the other agent cannot be reached; the first call since its last answer counts
@@ -118,7 +133,12 @@ class RowCopies:
             lost_s = self._lost_s
             if self._spaces and lost_s is not None and now_s - max(lost_s, used_s) > ADOPTED_S:
                 log.info("copies of a lost node's rows given back")
-                self._spaces = {}
+                self._hold({})
+
+    def _hold(self, spaces: dict[Space, CopiedRows]) -> None:
+        gone = (each for space, each in self._spaces.items() if space not in spaces)
+        self._refused_before += sum(each.refused for each in gone)
+        self._spaces = spaces
 
 
 class RowCopier:
@@ -195,7 +215,7 @@ class RowCopier:
             for key in some:
                 row = memoryview(bytearray(space.row_bytes))
                 if (found := stream.receive_row(row)) is not None:
-                    self._copies.put(space, key, (found[1], row))
+                    self._copies.put(space, key, found[1], row)
             if self._bytes_per_s is not None:
                 took_s = time.monotonic() - began_s
                 self._stop.wait(max(0.0, len(some) * space.row_bytes / self._bytes_per_s - took_s))

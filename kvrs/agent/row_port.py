@@ -244,13 +244,8 @@ class _Questions:
                 return
             found = each.read(key, buffer, self._port.now_s(), tagged=not is_local)
             if found is not None:
-                tag, row = found
-                head = (
-                    rows.row_start(len(row), tag)
-                    if tag
-                    else rows.row_start(len(row), rows.checksum(row), RowFrame.CHECKED)
-                )
-                self._stream.send(head, row)
+                frame, tag, row = found
+                self._stream.send(rows.row_start(len(row), tag, frame), row)
                 return
         self._stream.send(rows.encode(RowFrame.GONE))
 

@@ -411,6 +411,10 @@ def _rows(
             "logs of their nodes' agents"
         )
         yield doubtful("rows", "they mean different things", "one namespace", remedy)
+    if damaged := {row["id"]: row["refused_rows"] for row in agents if row.get("refused_rows")}:
+        value = ", ".join(f"{count:,} at {name}" for name, count in damaged.items())
+        remedy = "test the memory of these nodes: rows changed behind their engines' backs"
+        yield doubtful("refused rows", value, "none", remedy)
     if is_kept and (alone := _without_copies(config, having)):
         value = f"no agent copies those of {', '.join(alone)}, which a loss of the node takes along"
         remedy = "give the agents of two nodes or more a row_port, and restart them"

@@ -83,6 +83,10 @@ class BackupSettings(Settings):
     """Assumed rate from an agent's memory into instances of its node, until it is measured."""
     staging_pages: int = Field(default=64, ge=1, le=65536, json_schema_extra=EMBEDDED_OR_DISTSERVE)
     """Most pages that an instance holds for sending at a time."""
+    checksum_share: float = Field(default=0.1, ge=0, le=1, json_schema_extra=STOCK)
+    """Most CPU time in which an agent makes checksums of engines' rows, as a part of one core. 0:
+    a row has none until it is first read.
+    """
     directory: str = "/dev/shm"  # noqa: S108 - a directory of its own in it, private.
     """Directory below which an agent keeps its pages (in a private directory) and the socket of
     rows (in one that its group may enter).

@@ -150,9 +150,11 @@ class RegionReport(msgspec.Struct, frozen=True):
     weights: Digest = ""  # Digest of the engine's weights; empty: not known.
     # True if the engine keeps pages of aborted transfers; None: not reported.
     holds_aborted: bool | None = None
+    # Complete rows without a checksum when the engine died; 0 while it lives.
+    unchecked_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @classmethod
-    def of(cls, info: RegionInfo, *, is_alive: bool) -> "RegionReport":
+    def of(cls, info: RegionInfo, *, is_alive: bool, unchecked_rows: int = 0) -> "RegionReport":
         return cls(
             InstanceId(info.engine),
             short(info.namespace),
@@ -162,6 +164,7 @@ class RegionReport(msgspec.Struct, frozen=True):
             info.row_tokens,
             info.weights,
             info.holds_aborted,
+            unchecked_rows,
         )
 
 
@@ -183,6 +186,8 @@ class RowsReport(msgspec.Struct, frozen=True):
     regions: Annotated[tuple[RegionReport, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
     to_other_nodes: bool = False  # True if the agent serves the rows to servers of other nodes too.
     copied: Annotated[tuple[CopyReport, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
+    # Rows and copies that differed from their checksums, since the agent's start.
+    refused_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 NO_ROWS = RowsReport()

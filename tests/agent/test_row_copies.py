@@ -225,6 +225,6 @@ def test_the_next_node_with_a_row_port_keeps_the_copy() -> None:
 def test_nothing_is_given_back_before_there_was_a_loss() -> None:
     copies = RowCopies(lambda: 1 << 20)
     copies.keep({SPACE: KEYS})
-    copies.put(SPACE, KEYS[0], (b"", memoryview(bytearray(4096))))
+    copies.put(SPACE, KEYS[0], b"", memoryview(bytearray(4096)))
     copies.settle(1e9)
     assert copies.held_bytes == 4096

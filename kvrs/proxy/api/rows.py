@@ -283,6 +283,11 @@ AGENTS = {
         "CPU tiers of vLLM whose rows the agent serves, by whether their engine lives.",
         "engine",
     ),
+    "kvrs_agent_refused_rows_total": Row(
+        "refused_rows",
+        "Rows of engines and second copies that the agent refused, because they had changed since "
+        "their checksums were made.",
+    ),
 }
 
 

@@ -246,6 +246,7 @@ def _agent(known: Agent, url: str) -> dict[str, Any]:
         "slots": {} if report is None else msgspec.to_builtins(report.slots),
         "regions": [] if report is None else msgspec.to_builtins(report.rows.regions),
         "row_copies": [] if report is None else msgspec.to_builtins(report.rows.copied),
+        "refused_rows": None if report is None else report.rows.refused_rows,
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
 

@@ -22,16 +22,17 @@ async def test_the_doctor_says_whose_rows_are_served(vllms: Builder, vllm_model:
     restored |= {"source": "agent-n0", "from": "d0", "to": "d1"}
 
     def found(
-        mode: str, *regions: dict[str, Any], last: dict[str, Any] | None = None
+        mode: str, *regions: dict[str, Any], last: dict[str, Any] | None = None, refused: int = 0
     ) -> list[tuple[Level, str]]:
         written = document(vllm_model, ports, backup={"mode": mode})
         if mode == "remote":
             written["cluster"]["nodes"][0]["agent"]["row_port"] = 9000
         settings = parse_config(written)
-        served = {"id": "agent-n0", "health": "up", "reason": None, "regions": [*regions]}
+        served: dict[str, Any] = {"id": "agent-n0", "health": "up", "reason": None}
+        served |= {"regions": [*regions], "refused_rows": refused}
         shown = state | {"agents": [served], "recoveries": [] if last is None else [last]}
         answer = ProxyAnswer("http://127.0.0.1:1", shown)
-        checks = ("rows", "restores")
+        checks = ("rows", "refused rows", "restores")
         findings = [each for each in cluster_findings(settings, answer) if each.check in checks]
         return [(each.level, each.value) for each in findings]
 
@@ -51,6 +52,7 @@ async def test_the_doctor_says_whose_rows_are_served(vllms: Builder, vllm_model:
     assert found("off", *all_[1:]) == wrong("backup.mode is off, and agents serve rows of d0, d1")
     assert found("local", *all_[:2]) == wrong("no agent serves any of d1")
     assert found("local", *all_, region("d1", "b")) == wrong("they mean different things")
+    assert found("local", *all_, refused=1002)[0] == (Level.WARNING, "1,002 at agent-n0")
     alone = "no agent copies those of d0, d1, p0, which a loss of the node takes along"
     assert found("remote", *all_)[0] == (Level.WARNING, alone)
 

@@ -44,6 +44,7 @@ def region(engine: str, namespace: str = SPACE, *, is_alive: bool = True) -> dic
         "row_bytes": 65536,
         "row_tokens": 16,
         "weights": "",
+        "unchecked_rows": 0,
     }
 
 
@@ -170,6 +171,17 @@ async def test_an_agents_rows_protect_streams(vllms: Builder) -> None:
     assert (row["protected"], row["unprotected"]) == ({"agent-n0": 0}, None)
     assert await system.count("kvrs_agent_regions", agent="agent-n0", engine="alive") == 1
     assert await system.count("kvrs_agent_regions", agent="agent-n0", engine="dead") == 0
+
+
+async def test_refused_rows_are_counted(vllms: Builder) -> None:
+    """By the agents, since their start."""
+    system = await vllms(decoding_alone, backup=LOCAL)
+    system.agents["agent-n0"].refused_rows = 3
+    await serve(system, n0=[region("d0")])
+
+    metric = "kvrs_agent_refused_rows_total"
+    assert await system.count(metric, agent="agent-n0") == 3
+    assert await system.count(metric, agent="agent-n1") == 0
 
 
 async def test_decode_servers_whose_rows_no_agent_serves_are_counted(vllms: Builder) -> None:
