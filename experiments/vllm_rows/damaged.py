@@ -1,5 +1,4 @@
-"""Rows of a server's host memory are damaged, 256 bytes of each, and the server dies: its streams go
-on with the right tokens, and every damaged row is refused.
+"""A server's rows are damaged, and it dies: its streams go on with the right tokens.
 
     python -m experiments.vllm_rows.damaged [--rounds N] [--limit-s S]
     python -m experiments.vllm_rows.damaged --real [--rounds N] [--limit-s S]
@@ -30,7 +29,6 @@ from experiments.record import Record
 from experiments.vllm_rows.ring import (
     PATIENT,
     STREAMS_PER_SERVER,
-    TOKENS_OF_VLLM,
     Ring,
     TieredVllms,
 )
@@ -46,7 +44,7 @@ from kvrs_testkit.vllm_servers import PAGE_TOKENS
 DAMAGED_BYTES = 256
 # Age of the rows that are damaged: many times that of a row whose checksum is made.
 OLD_S = 1.5
-TOKENS = 200  # Of a scripted server's streams.
+TOKENS, TOKENS_OF_VLLM = 200, 1500  # Of streams that still run `OLD_S` later.
 _COUNTS = ("lost", "repeated", "different", "cut", "rows", "damaged", "refused", "loaded_tokens")
 _COLUMNS = ("rounds", *_COUNTS, "wrong_loads")
 # Servers by node: rows reach the other server over its agent's socket, or over TCP.
@@ -71,7 +69,7 @@ class Damage(Ring):
         got: list[list[int]] = [[] for _ in range(STREAMS_PER_SERVER * len(names))]
         prompts = [self._prompt() for _ in got]
         before, moves = await self._refused(), len(self.moves)
-        dies_at = self._draw.randrange(most // 3, most // 2) * len(got)
+        dies_at = self._draw.randrange(most // 5, most // 3) * len(got)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=400)) as http:
             due = asyncio.Event()
             asked = [
