@@ -10,8 +10,9 @@ from kvrs.agent.regions import Regions, RowSummer
 from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.protocol import rows
+from kvrs.protocol.proof import NONCE_BYTES, ServerProof
 from kvrs.protocol.rows import RowFrame, Space
-from kvrs.protocol.secrets import Scope, scoped_key, scoped_keys
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp, dial_unix, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.stream import RowStream
@@ -110,6 +111,14 @@ def until(reached: Callable[[], bool]) -> None:
     while not reached():
         assert time.monotonic() < give_up_s
         time.sleep(0.005)
+
+
+def admit(stream: RowStream, keys: Sequence[ScopedKey]) -> None:
+    """Carry out an agent's part of the proof. Raises ProofError, TransferError."""
+    stream.until(TIMEOUT_S)
+    proof = ServerProof(keys, token_bytes(NONCE_BYTES))
+    while not proof.is_over:
+        stream.send(proof.receive(stream.receive_exactly(proof.wanted_bytes))[0])
 
 
 def look_up(stream: RowStream, keys: list[bytes]) -> list[bool]:

@@ -1,22 +1,29 @@
-"""The row port of an agent. A thread per connection serves rows of the node's engines, so their
-bytes do not pass the agent's event loop.
+"""The row port of an agent. Each client that has proved the secret has a thread, which serves rows
+of the node's engines, so their bytes do not pass the agent's event loop.
 """
 
 import logging
+import os
+import secrets
+import select
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from kvrs.agent.regions import EngineRegion, Regions
 from kvrs.agent.row_copies import CopiedRows, RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
+from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.rows import RowFrame, RowHead, Space
 from kvrs.protocol.secrets import ScopedKey
-from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.stream import PROOF_S, RowStream
 from kvrs.transfer.rows.tags import RowTagger
 from kvrs.transfer.shared_memory.passing import close_all
 from kvrs.transfer.stream import tune
@@ -25,19 +32,82 @@ log = logging.getLogger(__name__)
 
 # Most connections whose client has proved the secret; a further one is refused.
 MAX_CONNECTIONS = 256
-# Most connections whose client has not yet proved the secret; a further one ends the oldest.
-MAX_UNPROVEN = 64
+# Most connections whose client has said nothing of its proof, and most whose client has said its
+# first message. A further one ends the oldest of its kind of the peer that has most of them.
+MAX_SILENT, MAX_GREETED = 512, 256
+# Most connections that a listener accepts in one turn, before bytes of others are read.
+_ACCEPTS = 64
 # Time limit for receiving a question that has begun, and for sending each row of its answer.
 _ANSWER_S = 30.0
 # First and longest pause after a failure to accept a connection; it doubles with each failure.
-_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
+# Longest time between two looks for clients that have proved nothing within `PROOF_S`.
+_LOOK_S = 1.0
+_UCRED = struct.Struct("iII")  # Process, user and group of a UNIX socket's other end.
 # Longest time for which a copy waits for loads: before each row sent to another agent, and before
 # each question to it.
 _COPY_WAITS_S = 1.0
 
 
+@dataclass(eq=False, slots=True)
+class _Stranger:
+    """A connection whose client has not yet proved the secret."""
+
+    connection: socket.socket
+    peer: str
+    proof: ServerProof
+    until_s: float
+
+
+class Strangers:
+    """Connections whose clients have not proved the secret: silent ones, and greeted ones, whose
+    first message was a right one. Both are bounded, so silent connections never end greeted ones.
+    """
+
+    def __init__(self) -> None:
+        # By peer, oldest first.
+        self.silent: dict[str, dict[_Stranger, None]] = {}
+        self.greeted: dict[str, dict[_Stranger, None]] = {}
+
+    def add(self, new: _Stranger) -> None:
+        self.silent.setdefault(new.peer, {})[new] = None
+
+    def greet(self, known: _Stranger) -> None:
+        self.remove(known)
+        self.greeted.setdefault(known.peer, {})[known] = None
+
+    def remove(self, known: _Stranger) -> None:
+        for of_peer in (self.silent, self.greeted):
+            found = of_peer.get(known.peer, {})
+            if found.pop(known, known) is None and not found:
+                del of_peer[known.peer]
+
+    def surplus(self) -> _Stranger | None:
+        """Return the connection that has to make room for others; None: there is room."""
+        for of_peer, most in ((self.silent, MAX_SILENT), (self.greeted, MAX_GREETED)):
+            if sum(map(len, of_peer.values())) > most:
+                return self._oldest(of_peer)
+        return None
+
+    def silent_one(self) -> _Stranger | None:
+        """Return a silent connection to be ended for another reason; None: there is none."""
+        return self._oldest(self.silent) if self.silent else None
+
+    @staticmethod
+    def _oldest(of_peer: Mapping[str, Mapping[_Stranger, None]]) -> _Stranger:
+        """Return the oldest connection of the peer with most of them."""
+        largest = max(of_peer, key=lambda peer: len(of_peer[peer]))
+        return next(iter(of_peer[largest]))
+
+    def all(self) -> list[_Stranger]:
+        return [each for kind in (self.silent, self.greeted) for of in kind.values() for each in of]
+
+
 class RowPort:
-    """Accepts connections at its listeners, and serves each in a thread."""
+    """Accepts connections at its listeners. One thread receives the proofs of all clients, so that
+    clients which say nothing cost little and keep no other out, at any rate; each client that has
+    proved the secret is served in a thread of its own.
+    """
 
     def __init__(
         self,
@@ -49,27 +119,36 @@ class RowPort:
     ) -> None:
         self.regions, self.copies, self.tagger, self.now_s = regions, copies, tagger, now_s
         self._keys = keys
-        self._listeners: list[socket.socket] = []
+        self._events, self._wake = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC)
+        self._events.register(self._wake, select.EPOLLIN)
+        self._listeners: dict[int, socket.socket] = {}
+        # Strangers by descriptor. Only the thread of proofs uses this and the next fields.
+        self._strangers: dict[int, _Stranger] = {}
+        self._among = Strangers()
+        self._pause_s, self._look_s = _PAUSE_S, 0.0
         self._proven: set[socket.socket] = set()
-        # Connections whose client has not yet proved the secret, oldest first.
-        self._unproven: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._closing = False
         self._loads, self._idle = 0, threading.Condition()
+        self._thread = threading.Thread(target=self._admit, name="rows", daemon=True)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections at the listener until `close`, which also closes the listener."""
+        listener.setblocking(False)
         with self._lock:
-            self._listeners.append(listener)
-        threading.Thread(target=self._accept, args=(listener,), name="rows", daemon=True).start()
+            self._listeners[listener.fileno()] = listener
+            self._events.register(listener, select.EPOLLIN)
+            if self._thread.ident is None:
+                self._thread.start()
 
     def close(self) -> None:
         """Stop listening, and end all connections. Engines connect to their node's next agent."""
         with self._lock:
-            self._closing = True
-            ends = [*self._listeners, *self._unproven, *self._proven]
-        for each in ends:
-            _end(each)
+            if not self._closing:
+                self._closing = True
+                os.eventfd_write(self._wake, 1)
+                for each in (*self._listeners.values(), *self._proven):
+                    _end(each)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -90,56 +169,140 @@ class RowPort:
         with self._idle:
             self._idle.wait_for(lambda: not self._loads, _COPY_WAITS_S)
 
+    def _admit(self) -> None:
+        """Accept connections and receive proofs until `close`."""
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception:
+            log.exception("row port: no connection is accepted any more")
+        finally:
+            with self._lock:
+                self._closing = True
+                for each in (*self._listeners.values(), *(s.connection for s in self._among.all())):
+                    each.close()
+                self._events.close()
+                os.close(self._wake)
+
+    def _turn(self) -> None:
+        """Read what has come from known clients, and then accept some new ones."""
+        ready = [number for number, _ in self._events.poll(_LOOK_S)]
+        if self._closing:
+            return
+        for number in ready:
+            if (stranger := self._strangers.get(number)) is not None:
+                self._hear(stranger)
+        self._make_room()
+        for number in ready:
+            if (listener := self._listeners.get(number)) is not None:
+                self._accept(listener)
+        if (now_s := time.monotonic()) >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            for stranger in self._among.all():
+                if stranger.until_s <= now_s:
+                    self._drop(stranger)
+
     def _accept(self, listener: socket.socket) -> None:
-        pause_s = _PAUSE_S
-        with listener:
-            while True:
-                connection = None
-                try:
-                    connection, _ = listener.accept()
-                    self._begin(connection)
-                    pause_s = _PAUSE_S
-                # The process has no free descriptor or thread, or the listener was shut down.
-                except (OSError, RuntimeError) as error:
-                    if connection is not None:
-                        self._ended(connection)
-                    if self._closing:
-                        return
-                    if pause_s == _PAUSE_S:
-                        log.error("row port: no connection is accepted", extra={"cause": error})
-                    time.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        for _ in range(_ACCEPTS):
+            try:
+                connection, address = listener.accept()
+            except BlockingIOError:
+                return
+            # The process has no free descriptor, or the listener was shut down.
+            except OSError as error:
+                if self._closing:
+                    return
+                if (silent := self._among.silent_one()) is not None:
+                    self._drop(silent)
+                    continue
+                if self._pause_s == _PAUSE_S:
+                    log.error("row port: no connection is accepted", extra={"cause": error})
+                time.sleep(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+                return
+            self._pause_s = _PAUSE_S
+            self._meet(connection, _peer_of(connection, address))
+
+    def _meet(self, connection: socket.socket, peer: str) -> None:
+        """Take a new connection up, and hear what has come with it."""
+        connection.setblocking(False)
+        proof = ServerProof(self._keys, secrets.token_bytes(NONCE_BYTES))
+        new = _Stranger(connection, peer, proof, time.monotonic() + PROOF_S)
+        self._strangers[connection.fileno()] = new
+        self._among.add(new)
+        self._events.register(connection, select.EPOLLIN)
+        self._hear(new)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """End connections beyond the bounds."""
+        while (surplus := self._among.surplus()) is not None:
+            # Bytes that have come since the last turn count.
+            self._hear(surplus)
+            if self._among.surplus() is surplus:
+                self._drop(surplus)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        """Take what a client has said of its proof, and serve it once the proof is complete."""
+        proof, connection = stranger.proof, stranger.connection
+        try:
+            while not proof.is_over:
+                # Not a byte beyond the proof is read: descriptors come with the next frame's first
+                # byte, and would be lost.
+                if not (data := connection.recv(proof.wanted_bytes)):
+                    self._drop(stranger)
+                    return
+                answer, _ = proof.receive(data)
+                if answer:
+                    connection.sendall(answer)
+                    self._among.greet(stranger)
+            if proof.scope is None:
+                raise TransferError("row port: the client has proved nothing")
+        except BlockingIOError:
+            return
+        except (OSError, ProofError, TransferError) as error:
+            log.warning("row port: connection ended", extra={"cause": error})
+            self._drop(stranger)
+            return
+        self._forget(stranger)
+        self._begin(connection)
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.connection.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.connection.fileno()]
+        self._events.unregister(stranger.connection)
+        self._among.remove(stranger)
 
     def _begin(self, connection: socket.socket) -> None:
-        """Serve a connection in a new thread. Raises RuntimeError: no thread can be started."""
+        """Serve a client that has proved the secret in a new thread."""
         with self._lock:
-            if len(self._unproven) >= MAX_UNPROVEN:
-                oldest = next(iter(self._unproven))
-                del self._unproven[oldest]
-                _end(oldest)
-            self._unproven[connection] = None
-            if self._closing:
-                _end(connection)
-        threading.Thread(target=self._serve, args=(connection,), name="rows", daemon=True).start()
+            has_room = len(self._proven) < MAX_CONNECTIONS and not self._closing
+            if has_room:
+                self._proven.add(connection)
+        try:
+            if not has_room:
+                raise TransferError(f"row port: {MAX_CONNECTIONS} connections are open")
+            threading.Thread(
+                target=self._serve, args=(connection,), name="rows", daemon=True
+            ).start()
+        # RuntimeError: no thread can be started.
+        except (RuntimeError, TransferError) as error:
+            log.warning("row port: connection ended", extra={"cause": error})
+            self._ended(connection)
 
     def _ended(self, connection: socket.socket) -> None:
         with self._lock:
-            self._unproven.pop(connection, None)
             self._proven.discard(connection)
         connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        stream = RowStream(connection)
         try:
             if connection.family != socket.AF_UNIX:
                 tune(connection, _ANSWER_S)
-            stream.admit(self._keys)
-            with self._lock:
-                self._unproven.pop(connection, None)
-                self._proven.add(connection)
-                if len(self._proven) > MAX_CONNECTIONS:
-                    raise TransferError(f"row port: {MAX_CONNECTIONS} connections are open")
-            _Questions(stream, self).run()
+            _Questions(RowStream(connection), self).run()
         except (OSError, TransferError) as error:
             if not self._closing and "closed by the other end" not in str(error):
                 log.warning("row port: connection ended", extra={"cause": error})
@@ -147,6 +310,16 @@ class RowPort:
             log.exception("row port: connection ended")
         finally:
             self._ended(connection)
+
+
+def _peer_of(connection: socket.socket, address: Any) -> str:
+    """Return whom a connection counts for: the user at the other end, or a host's address."""
+    if connection.family != socket.AF_UNIX:
+        return str(address[0])
+    _, user, _ = _UCRED.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    )
+    return f"user {user}"
 
 
 class _Questions:

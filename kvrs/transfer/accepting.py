@@ -9,16 +9,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvrs.transfer.stream import page_socket, readable
+from kvrs.transfer.stream import StalledError, page_socket, readable
 
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-# Most connections that have not ended their hand-shake. A further connection waits until the oldest
-# of the address with the most such connections has had `_GRACE_S`, in which every peer's hand-shake
-# is over, and then closes that oldest connection.
+# Most connections that have not ended their hand-shake. A further one closes the oldest of the
+# address with the most such connections: a silent one if there is any, once it has had `_CHANCE_S`
+# to say its first byte; else one that has had `_GRACE_S`, in which every peer's hand-shake is over.
+# Until then it waits.
 MAX_STRANGERS = 256
-_GRACE_S = 0.5
+_CHANCE_S, _GRACE_S = 0.02, 0.5
 HANDSHAKE_TIMEOUT_S = 5.0
 _BACKLOG = 512
 
@@ -58,8 +59,9 @@ class AcceptLoop:
         self._listeners: dict[asyncio.Task[None], socket.socket] = {}
         self._connections: set[asyncio.Task[None]] = set()
         # Client's address and time of accepting of each connection whose hand-shake is not over,
-        # oldest first.
+        # oldest first; and those of them that have said nothing.
         self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
+        self._silent: dict[asyncio.Task[None], tuple[str, float]] = {}
         self._handshake_over = asyncio.Event()
 
     def listen(self, listener: socket.socket) -> None:
@@ -92,24 +94,39 @@ class AcceptLoop:
             if len(self._connections) - len(self._strangers) >= MAX_PEERS:
                 sock.close()
                 continue
-            task = asyncio.create_task(self._serve(sock))
+            task = asyncio.create_task(self._begin(sock))
             self._connections.add(task)
             self._strangers[task] = address, asyncio.get_running_loop().time()
+            self._silent[task] = self._strangers[task]
             task.add_done_callback(partial(self._finished, sock))
+
+    async def _begin(self, sock: socket.socket) -> None:
+        """Serve a connection once its client has said something."""
+        try:
+            await readable(sock, HANDSHAKE_TIMEOUT_S)
+        except StalledError:
+            sock.close()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._silent.pop(task, None)
+        await self._serve(sock)
 
     async def _make_room(self) -> None:
         """Wait until fewer than `MAX_STRANGERS` connections are in their hand-shake, or end one."""
         while len(self._strangers) >= MAX_STRANGERS:
-            counts = Counter(address for address, _ in self._strangers.values())
+            some, grace_s = self._strangers, _GRACE_S
+            if self._silent:
+                some, grace_s = self._silent, _CHANCE_S
+            counts = Counter(address for address, _ in some.values())
             ((crowd, _),) = counts.most_common(1)
             oldest, since_s = next(
-                (task, since_s)
-                for task, (address, since_s) in self._strangers.items()
-                if address == crowd
+                (task, since_s) for task, (address, since_s) in some.items() if address == crowd
             )
-            left_s = since_s + _GRACE_S - asyncio.get_running_loop().time()
+            left_s = since_s + grace_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 del self._strangers[oldest]
+                self._silent.pop(oldest, None)
                 oldest.cancel()
                 continue
             self._handshake_over.clear()
@@ -119,6 +136,7 @@ class AcceptLoop:
 
     def _no_stranger(self, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
+        self._silent.pop(task, None)
         self._handshake_over.set()
 
     def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:

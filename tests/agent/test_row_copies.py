@@ -16,7 +16,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol import rows
 from kvrs.protocol.rows import CopyReport, RowFrame, Space, short
 from kvrs.transfer.rows.stream import RowStream
-from kvrs_testkit.row_agent import SECRET, RowAgent, load, until
+from kvrs_testkit.row_agent import SECRET, RowAgent, admit, load, until
 from kvrs_testkit.row_engine import RowEngine, key_of, row_of
 
 pytestmark = pytest.mark.network
@@ -188,8 +188,7 @@ def endless(listener: socket.socket, agent: RowAgent) -> None:
     stream = RowStream(connection)
     keys = rows.encode(RowFrame.KEYS, KEYS * 1024, rows.encode_space(SPACE))
     try:
-        stream.admit([agent.key])
-        stream.until(30.0)
+        admit(stream, [agent.key])
         stream.receive_head()
         while True:
             stream.send(keys)

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +21,10 @@ from kvrs.agent import row_port
 from kvrs.agent.regions import ADOPTED_S
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
+from kvrs.protocol.proof import NONCE_BYTES, ClientProof
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.transfer.rows.dialling import dial_unix
 from kvrs_testkit.row_agent import SECRET, RowAgent, load, look_up, until
 from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of
 
@@ -322,17 +326,122 @@ def test_a_region_that_shrinks_ends_nothing(agent: RowAgent, linked: RowEngine) 
     assert load(client, SMALL, [key_of(7)]) == [None]
 
 
+@pytest.mark.network
 def test_connections_that_prove_nothing_make_room_for_one_that_does(
     agent: RowAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrs.transfer.rows.stream.PROOF_S", 3600.0)
-    silent = [agent.connected() for _ in range(row_port.MAX_UNPROVEN + 5)]
+    """The oldest of the peer with most of them."""
+    monkeypatch.setattr(row_port, "MAX_SILENT", 8)
+    monkeypatch.setattr(row_port, "PROOF_S", 3600.0)
+    over_tcp = socket.create_connection(("127.0.0.1", agent.tcp))
+    silent = [agent.connected() for _ in range(row_port.MAX_SILENT + 5)]
     client = agent.stream(SMALL)
     assert look_up(client, [key_of(7)]) == [False]
     for each in silent[:5]:
         each.until(5.0)
         with pytest.raises(TransferError, match="closed by the other end"):
             each.receive_exactly(1)
+    over_tcp.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        over_tcp.recv(1)
+    over_tcp.close()
+
+
+def test_clients_that_are_about_to_prove_themselves_outrank_silent_ones(
+    agent: RowAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many silent ones come meanwhile, from the same user; and what a client has said
+    counts when it would make room.
+    """
+    monkeypatch.setattr(row_port, "MAX_SILENT", 4)
+    proof = ClientProof(agent.key, bytes(NONCE_BYTES))
+    greeted, late = agent.connected(), agent.connected()
+    greeted.send(proof.hello)
+    answer = b""
+    while not answer:
+        answer = proof.receive(greeted.receive_exactly(proof.wanted_bytes))
+    crowd = [agent.connected() for _ in range(3)]
+    late.send(ClientProof(agent.key, bytes(NONCE_BYTES)).hello)
+    crowd += [agent.connected() for _ in range(20)]
+
+    greeted.send(answer)
+    greeted.choose(SMALL)
+
+    assert look_up(greeted, [key_of(7)]) == [False]
+    late.until(5.0)
+    assert late.receive_exactly(5) == b"KVRS-"
+    crowd[0].until(5.0)
+    with pytest.raises(TransferError, match="closed by the other end"):
+        crowd[0].receive_exactly(1)
+
+
+def test_clients_that_only_greet_are_bounded_too(
+    agent: RowAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right first message can be copied from another connection."""
+    monkeypatch.setattr(row_port, "MAX_GREETED", 3)
+    some = [agent.connected() for _ in range(5)]
+    for each in some:
+        proof = ClientProof(agent.key, bytes(NONCE_BYTES))
+        each.until(5.0)
+        each.send(proof.hello)
+        while not proof.receive(each.receive_exactly(proof.wanted_bytes)):
+            pass
+    for each in some[:2]:
+        with pytest.raises(TransferError, match="closed by the other end"):
+            each.receive_exactly(1)
+    assert look_up(agent.stream(SMALL), [key_of(7)]) == [False]
+
+
+def test_a_client_that_says_nothing_in_time_is_ended(
+    agent: RowAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_port, "PROOF_S", 0.01)
+    monkeypatch.setattr(row_port, "_LOOK_S", 0.01)
+    assert look_up(agent.stream(SMALL), [key_of(7)]) == [False]
+    silent = agent.connected()
+    silent.until(5.0)
+    with pytest.raises(TransferError, match="closed by the other end"):
+        silent.receive_exactly(1)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_look_ups_are_answered_beside_a_flood_of_silent_connections(
+    agent: RowAgent, way: str
+) -> None:
+    """Each over a connection of its own, of the user and from the address that floods."""
+    over, silents, answers = threading.Event(), 0, list[list[bool]]()
+    give_up_s = time.monotonic() + 60.0
+
+    def flood() -> None:
+        nonlocal silents
+        kept: deque[socket.socket] = deque()
+        while not over.is_set():
+            with suppress(OSError):
+                if way == "unix":
+                    kept.append(dial_unix(Path(agent.path), 5.0))
+                else:
+                    kept.append(socket.create_connection(("127.0.0.1", agent.tcp), 5.0))
+                silents += 1
+            if len(kept) > 300:
+                kept.popleft().close()
+        for each in kept:
+            each.close()
+
+    port = None if way == "unix" else agent.tcp
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        until(lambda: silents > 2 * row_port.MAX_SILENT)
+        for _ in range(100):
+            client = agent.client(SMALL, port)
+            client._call(lambda stream: answers.append(look_up(stream, [key_of(7)])), give_up_s)
+            client.close()
+    finally:
+        over.set()
+        flooding.join()
+    assert answers == [[False]] * 100
 
 
 def test_connections_beyond_the_bound_are_closed(

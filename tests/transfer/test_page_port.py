@@ -227,6 +227,26 @@ async def test_silent_connections_keep_no_peer_out(count: int) -> None:
     assert {(result.full_pages, result.error) for result in results} == {(1, None)}
 
 
+async def test_silent_connections_make_room_before_those_that_have_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many come, and although the one that has begun is the oldest."""
+    monkeypatch.setattr(accepting, "MAX_STRANGERS", 8)
+    loop = asyncio.get_running_loop()
+    async with serving() as port:
+        begun = await connect(port)
+        await loop.sock_sendall(begun, b"KVRS-PROOF/1 ")
+        await asyncio.sleep(0.05)
+        silent = [await connect(port) for _ in range(24)]
+        async with asyncio.timeout(60):
+            closed = [await loop.sock_recv(each, 1) for each in silent[:16]]
+
+        assert closed == [b""] * 16
+        assert not is_readable(begun)
+        for each in (begun, *silent):
+            each.close()
+
+
 async def test_peers_that_come_in_the_same_moment_are_all_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
+from kvrs.protocol.proof import ProofError
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows import stream
@@ -18,6 +19,7 @@ from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_unix, listen_unix
 from kvrs.transfer.rows.stream import RowStream
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
+from kvrs_testkit.row_agent import admit
 from kvrs_testkit.row_engine import AGENT, key_of, row_of
 
 SECRET = bytes(32)
@@ -59,8 +61,8 @@ class Agent:
                 ).start()
 
     def _serve(self, stream: RowStream, number: int) -> None:
-        with suppress(TransferError):
-            stream.admit([KEY])
+        with suppress(TransferError, ProofError):
+            admit(stream, [KEY])
             while True:
                 stream.until(None)
                 head = stream.receive_head()

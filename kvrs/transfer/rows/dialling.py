@@ -9,6 +9,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,9 @@ from kvrs.transfer.shared_memory.passing import bind_at, connect_at, opened
 from kvrs.transfer.store.directory import not_ours, open_to_others
 from kvrs.transfer.stream import SEND_BUFFER_BYTES, page_socket, tune
 
-_BACKLOG = 128
+_BACKLOG = 1024
+# Pause before another try to connect to a socket whose queue is full.
+_FULL_S = 0.005
 # Seconds for which sent bytes may stay unacknowledged before TCP gives the connection up.
 _GONE_S = 10.0
 # Mode of the socket's directory, and bits that its mode must not have.
@@ -96,7 +99,7 @@ def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
             # The kernel admits only root, the directory's owner and members of its group.
             if reason := open_to_others(os.fstat(inside), _OTHERS):
                 raise PermissionError(reason)
-            connect_at(inside, _SOCKET, connection)
+            _connect_in_time(inside, connection, timeout_s)
     except PermissionError as error:
         connection.close()
         raise PermissionError(
@@ -107,6 +110,20 @@ def dial_unix(directory: Path, timeout_s: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _connect_in_time(directory: int, connection: socket.socket, timeout_s: float) -> None:
+    """Connect, also if the agent's queue is full for a moment: a UNIX socket with a time limit does
+    not wait for room by itself. Raises OSError.
+    """
+    give_up_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connect_at(directory, _SOCKET, connection)
+        except BlockingIOError:
+            if time.monotonic() > give_up_s:
+                raise
+            time.sleep(_FULL_S)
 
 
 def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError, ServerProof
+from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.rows import RowFrame, RowHead, Space
 from kvrs.protocol.secrets import ScopedKey
 from kvrs.transfer.shared_memory.passing import close_all, receive
@@ -45,8 +45,6 @@ class RowStream:
     def close(self) -> None:
         self._connection.close()
 
-    # The two ends prove the secret to each other by the methods below.
-
     def prove(self, key: ScopedKey) -> None:
         """Carry out the client's part of the mutual proof.
 
@@ -62,25 +60,6 @@ class RowStream:
         except ProofError as error:
             raise TransferError(f"row port: {error}") from None
         self.send(answer)
-
-    def admit(self, keys: Sequence[ScopedKey]) -> None:
-        """Carry out the server's part of the mutual proof; the client may have any of these keys.
-
-        Raises:
-            TransferError: the client has proved none of the keys.
-        """
-        self.until(PROOF_S)
-        proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES))
-        try:
-            while not proof.is_over:
-                # Not a byte beyond the proof is read: descriptors come with the next frame's first
-                # byte, and would be lost.
-                answer, _ = proof.receive(self.receive_exactly(proof.wanted_bytes))
-                self.send(answer)
-        except ProofError as error:
-            raise TransferError(f"row port: {error}") from None
-        if proof.scope is None:
-            raise TransferError("row port: the client has proved nothing")
 
     # Both ends exchange frames by the methods below, once the proof is over.
 
