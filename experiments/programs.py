@@ -424,6 +424,8 @@ OTHERS = (
     _of("vllm_rows", "ring_of_vllm", 12, "ring --real --kills 10", VLLM),
     _of("vllm_rows", "damaged", 6, "damaged"),
     _of("vllm_rows", "damaged_of_vllm", 25, "damaged --real", VLLM),
+    _of("vllm_rows", "checksums", 2, "checksums"),
+    _of("vllm_rows", "flood", 2, "flood"),
     _of("sglang_pairs", "pairs", 60, "run --limit-s 3600", SGLANG),
     _of("sglang_pairs", "scripted", 1, "scripted"),
     _of("sglang_restore", "sglang_restore", 12, "run", SGLANG),
