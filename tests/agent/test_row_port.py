@@ -18,13 +18,16 @@ import msgspec
 import pytest
 
 from kvrs.agent import row_port
-from kvrs.agent.regions import ADOPTED_S
+from kvrs.agent.regions import ADOPTED_S, Regions
+from kvrs.agent.row_copies import RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.proof import NONCE_BYTES, ClientProof
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.dialling import dial_unix
+from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger
 from kvrs_testkit.row_agent import SECRET, RowAgent, load, look_up, until
 from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of
 
@@ -373,6 +376,32 @@ def test_clients_that_are_about_to_prove_themselves_outrank_silent_ones(
     crowd[0].until(5.0)
     with pytest.raises(TransferError, match="closed by the other end"):
         crowd[0].receive_exactly(1)
+
+
+def test_bytes_that_have_come_count_before_their_connection_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Although no turn has read them yet."""
+    monkeypatch.setattr(row_port, "MAX_SILENT", 2)
+    key = scoped_key(SECRET, Scope.ROWS, AGENT)
+    tagger = RowTagger(SECRET, bytes(SALT_BYTES))
+    port = row_port.RowPort(Regions(), RowCopies(lambda: 0), [key], tagger)
+    pairs = [socket.socketpair() for _ in range(4)]
+    first, second, *more = [RowStream(client) for client, _ in pairs]
+    for _, server in pairs[:2]:
+        port._meet(server, "user 0")
+    first.send(ClientProof(key, bytes(NONCE_BYTES)).hello)
+
+    for _, server in pairs[2:]:
+        port._meet(server, "user 0")
+
+    assert first.receive_exactly(5) == b"KVRS-"
+    with pytest.raises(TransferError, match="closed by the other end"):
+        second.receive_exactly(1)
+    port.close()
+    port._admit()
+    for each in (first, second, *more):
+        each.close()
 
 
 def test_clients_that_only_greet_are_bounded_too(
