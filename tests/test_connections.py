@@ -25,6 +25,9 @@ class Client(PortConnection):
     def abort(self) -> None:
         self.closed.append(self.name)
 
+    def check_room(self, size_bytes: int) -> None:
+        raise AssertionError("a limit sends no response")
+
     def want_body(self) -> None:
         raise AssertionError("a limit reads no body")
 

@@ -2,20 +2,25 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import cast
+from ssl import SSLContext
+from typing import Any, cast
 
 import pytest
 
+from kvrs.config.tls import TlsSettings
 from kvrs.errors import RequestError
 from kvrs.net import server
 from kvrs.net.connections import ConnectionLimits
-from kvrs.net.http import inner_server
+from kvrs.net.http import PieceWriter, inner_server
 from kvrs.net.http_request import no_note
 from kvrs.net.routes import Handler, Request, Response, Routes, written
 from kvrs.net.server import ClosingLine, HttpConnection, HttpServer, ReadingTurns, TakesTurns
+from kvrs.net.tls import Certificates
+from kvrs.protocol.secrets import Scope
+from kvrs_testkit.certificates import Authority
 
 pytestmark = pytest.mark.network
 
@@ -330,24 +335,220 @@ async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.Mon
     assert received.endswith(b'{"a": 1}') == bool(sent)
 
 
-async def test_an_idle_connection_whose_client_does_not_read_is_closed() -> None:
-    """Its answer waits in memory, and goes with it."""
+RESPONSE_BYTES = 4 << 20
+
+
+@asynccontextmanager
+async def serving(
+    size_bytes: int = RESPONSE_BYTES, *, tls: Certificates | None = None, budget_bytes: int = 0
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    """A port whose responses have this size."""
     routes = Routes()
 
     async def much(_: Request) -> Response:
-        return Response(body=bytes(8 << 20))
+        return Response(body=bytes(size_bytes))
 
     routes.add("GET", "/much", much)
-    port = inner_server(routes, ConnectionLimits(10, 10), shutdown_timeout_s=0.1, names=None)
-    port.idle_s = 0.1
-    with socket.create_connection(("127.0.0.1", await port.open("127.0.0.1", 0))) as client:
-        client.sendall(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
-        async with asyncio.timeout(10):
-            while not port.connections:
-                await asyncio.sleep(0.01)
-            while port.connections:
-                await asyncio.sleep(0.01)
-    await port.close()
+    port = inner_server(
+        routes, ConnectionLimits(50, 50), shutdown_timeout_s=0.1, names=None, tls=tls
+    )
+    if budget_bytes:
+        port.budget.total_bytes = budget_bytes
+    number = await port.open("127.0.0.1", 0)
+    try:
+        yield port, number
+    finally:
+        await port.close()
+
+
+async def asking(
+    number: int, *, ssl: SSLContext | None = None, close: bool = False, count: int = 1
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that has asked for so many responses, and takes few bytes before it reads."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", number))
+    name = "127.0.0.1" if ssl is not None else None
+    opened = asyncio.open_connection(sock=client, ssl=ssl, server_hostname=name, limit=1 << 10)
+    reader, writer = await opened
+    end = "Connection: close\r\n" if close else ""
+    writer.write(f"GET /much HTTP/1.1\r\nHost: x\r\n{end}\r\n".encode() * count)
+    await writer.drain()
+    return reader, writer
+
+
+@pytest.fixture
+def certificates(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Certificates, SSLContext] | tuple[None, None]:
+    """The port's and the client's end of TLS, or none where the parameter is False."""
+    if not request.param:
+        return None, None
+    authority = Authority(tmp_path_factory.mktemp("ca"))
+    found = Certificates("tls", TlsSettings.model_validate(authority.issue("port").section()))
+    return found, authority.client()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+TLS = pytest.mark.parametrize(
+    "certificates",
+    [pytest.param(False, id="plain"), pytest.param(True, id="tls", marks=pytest.mark.process)],
+    indirect=True,
+)
+
+
+@TLS
+@pytest.mark.parametrize("close", [False, True])
+async def test_a_client_that_reads_nothing_is_ended_with_what_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, certificates: tuple[Any, Any], close: bool
+) -> None:
+    """The connection ends whether or not it was to stay open; what waits counts until then."""
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 0.6)
+    tls, context = certificates
+    async with serving(tls=tls) as (port, number):
+        clients = [await asking(number, ssl=context, close=close) for _ in range(4)]
+        await until(lambda: port.budget.held_bytes >= 4 * RESPONSE_BYTES)
+        unread_bytes = port.budget.held_bytes
+        await until(lambda: not port.connections)
+
+        assert unread_bytes < 4 * RESPONSE_BYTES + (1 << 12)
+        assert port.budget.held_bytes == 0
+        for _, writer in clients:
+            writer.transport.abort()
+
+
+@TLS
+async def test_unread_responses_that_fit_the_buffers_end_the_connection_too(
+    monkeypatch: pytest.MonkeyPatch, certificates: tuple[Any, Any]
+) -> None:
+    """A client that sends request behind request without reading, until little of a response
+    waits, and then closing.
+    """
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 0.6)
+    tls, context = certificates
+    async with serving(10_000, tls=tls) as (port, number):
+        _, writer = await asking(number, ssl=context, count=2000)
+        await until(lambda: bool(port.connections))
+        (connection,) = port.connections
+        await until(lambda: connection.look_at_unsent(0.0) or not port.connections)
+        await until(lambda: not port.connections)
+
+        assert port.budget.held_bytes == 0
+        writer.transport.abort()
+
+
+@TLS
+@pytest.mark.parametrize("close", [False, True])
+async def test_a_client_that_reads_slowly_gets_the_whole_response(
+    monkeypatch: pytest.MonkeyPatch, certificates: tuple[Any, Any], close: bool
+) -> None:
+    """However many times the limit that takes, as long as it goes on; also past the time for which
+    the port keeps an idle connection.
+    """
+    tls, context = certificates
+    # A client of TLS reads a quarter of a megabyte at once, and then nothing until that is used.
+    limit_s, pause_s = (0.6, 0.005) if tls is None else (1.0, 0.002)
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", limit_s)
+    async with serving(tls=tls) as (port, number):
+        port.idle_s = 0.3
+        reader, writer = await asking(number, ssl=context, close=close)
+        await reader.readuntil(b"\r\n\r\n")
+        received = reads = 0
+        while received < RESPONSE_BYTES and (data := await reader.read(1 << 12)):
+            received, reads = received + len(data), reads + 1
+            await asyncio.sleep(pause_s)
+        await until(lambda: not port.connections)
+
+        assert received == RESPONSE_BYTES
+        assert reads * pause_s > 2 * limit_s
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("scope", [None, Scope.PROXY])
+async def test_a_stream_that_nobody_reads_is_ended_for_a_stranger_only(
+    monkeypatch: pytest.MonkeyPatch, scope: Scope | None
+) -> None:
+    """A process of the cluster may wait for a client of its own."""
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 0.3)
+    async with serving() as (port, number):
+
+        async def flow(request: Request) -> Response:
+            request.connection.scope = scope
+            writer = PieceWriter(request, "text/plain")
+            while True:
+                await writer.write(bytes(1 << 16))
+
+        port.routes.add("GET", "/flow", flow)
+        client = socket.create_connection(("127.0.0.1", number))
+        client.sendall(b"GET /flow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: port.budget.held_bytes > 0)
+        await asyncio.sleep(1.2)  # Four times the limit.
+        is_kept = bool(port.connections)
+        if scope is None:
+            await until(lambda: not port.connections)
+        client.close()
+
+        assert is_kept is (scope is not None)
+
+
+async def test_a_response_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unread responses fill the memory of the port; once they are gone there is room again."""
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 1.2)
+    async with serving(budget_bytes=RESPONSE_BYTES * 5 // 2) as (port, number):
+        unread = [await asking(number) for _ in range(2)]
+        await until(lambda: port.budget.held_bytes > 2 * RESPONSE_BYTES)
+
+        reader, writer = await asking(number)
+        refused = await reader.readuntil(b"\r\n\r\n")
+        message = await reader.readuntil(b"no_room")
+        await until(lambda: port.budget.held_bytes == 0)
+        writer.write(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"}}")
+        served = await reader.readuntil(b"\r\n\r\n")
+
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"do not read" in message
+        assert served.startswith(b"HTTP/1.1 200 ")
+        for each in (*unread, (reader, writer)):
+            each[1].transport.abort()
+
+
+async def test_a_slow_handler_is_no_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent engine or a long prefill ends no connection."""
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 0.2)
+    async with opened() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(WHOLE + post(b"wait"))
+        assert await bodies(reader, 1) == [b'{"a": 1}']
+        await asyncio.sleep(1.0)
+        port.release.set()
+
+        assert await bodies(reader, 1) == [b"wait"]
+        writer.close()
+
+
+async def test_a_port_that_closes_lets_a_response_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within its time for that, also what has not left the process yet."""
+    async with serving() as (port, number):
+        monkeypatch.setattr(port, "_shutdown_timeout_s", 30.0)
+        reader, writer = await asking(number)
+        await until(lambda: port.budget.held_bytes > 0)
+        closing = asyncio.create_task(port.close())
+        await asyncio.sleep(0.1)
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = await reader.readexactly(RESPONSE_BYTES)
+        rest = await reader.read()
+        await closing
+
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert (len(body), rest) == (RESPONSE_BYTES, b"")
+        writer.close()
 
 
 async def test_a_connection_between_two_requests_outlives_the_time_for_a_head(

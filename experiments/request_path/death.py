@@ -13,6 +13,7 @@ import msgspec
 from kvrs.config.file import Config, parse_config
 from kvrs.core.attempt import Attempt
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.net.connections import ByteBudget
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, MeasuredPrefill, Role
 from kvrs.proxy.backends.backend import Backend, Prefilled
@@ -20,7 +21,7 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.requests import COMPLETIONS, ByteBudget, RequestUsage, read
+from kvrs.proxy.wire.requests import COMPLETIONS, RequestUsage, read
 from kvrs.proxy.wire.upstream import Reader
 
 PROFILE = "opt-13b-a100-distserve-tp1"

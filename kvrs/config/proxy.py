@@ -121,8 +121,8 @@ class ProxySettings(Settings):
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
-    """Memory for open requests and incoming bodies of all clients, at least twice `max_body_bytes`.
-    Beyond it new requests get 503 with Retry-After.
+    """Memory for open requests, incoming bodies and unread responses of all clients, at least twice
+    `max_body_bytes`. Beyond it new requests and long responses become 503 with Retry-After.
     """
     max_streams: int = Field(default=4096, ge=1)
     """Most open streams; beyond it new requests get 503 with Retry-After. At most a quarter of the

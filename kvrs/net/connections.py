@@ -1,4 +1,6 @@
-"""Limits on a port's connections, and the choice of a connection to close for a new one."""
+"""Limits on a port's connections and on their memory, and the choice of a connection to close for a
+new one.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -10,6 +12,8 @@ from kvrs.process.descriptors import descriptors_left
 from kvrs.protocol.secrets import Scope
 
 _MAX_CONNECTIONS = 8192
+# Unsent bytes of a connection above which its client counts as slower than what it is sent.
+UNSENT_BYTES = 64 << 10
 _PAGE_PORT = 512  # Most descriptors that the connections of a process's page port need.
 
 
@@ -28,6 +32,17 @@ class ConnectionLimits:
         """
         total = min(_MAX_CONNECTIONS, descriptors_left(_PAGE_PORT) // 2)
         return cls(total, max(1, total * 3 // 4))
+
+
+class ByteBudget:
+    """Limits on memory: `total_bytes` of all open requests' bodies and unread responses together,
+    and `max_body_bytes` of each body.
+    """
+
+    def __init__(self, total_bytes: int, max_body_bytes: int) -> None:
+        self.held_bytes = 0
+        self.max_body_bytes = max_body_bytes
+        self.total_bytes = total_bytes
 
 
 class PortConnection(asyncio.Protocol, ABC):
@@ -58,6 +73,12 @@ class PortConnection(asyncio.Protocol, ABC):
     @abstractmethod
     def abort(self) -> None:
         """Close the connection at once."""
+
+    @abstractmethod
+    def check_room(self, size_bytes: int) -> None:
+        """Check that the port has memory for a response of this size, should its client not read
+        it. Raises RequestError: it has not.
+        """
 
     @abstractmethod
     def want_body(self) -> None:

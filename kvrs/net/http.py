@@ -16,7 +16,7 @@ import msgspec
 
 from kvrs.errors import ConfigError, RequestError
 from kvrs.net import server
-from kvrs.net.connections import ConnectionLimits
+from kvrs.net.connections import UNSENT_BYTES, ConnectionLimits
 from kvrs.net.http_request import no_note
 from kvrs.net.origins import refusal
 from kvrs.net.routes import JSON, WRITTEN, Handler, Request, Response, Routes, Step, head_of
@@ -68,7 +68,10 @@ async def _serve(steps: Sequence[Step], request: Request, handler: Handler) -> R
     for step in reversed(steps):
         handler = _around(step, handler)
     try:
-        return await handler(request)
+        response = await handler(request)
+        if response.body is not None and len(response.body) > UNSENT_BYTES:
+            request.connection.check_room(len(response.body))
+        return response
     except RequestError as fault:
         response = error(fault.status, str(fault), param=fault.param, code=fault.code)
         response.headers |= fault.headers

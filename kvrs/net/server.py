@@ -3,17 +3,27 @@ incomplete body is read by the request's handler.
 """
 
 import asyncio
+import fcntl
 import logging
 import secrets
+import struct
+import termios
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, cast
 
 from aiohttp.tcp_helpers import tcp_keepalive
 
-from kvrs.net.connections import ConnectionLimits, Connections, PortConnection
+from kvrs.errors import RequestError
+from kvrs.net.connections import (
+    UNSENT_BYTES,
+    ByteBudget,
+    ConnectionLimits,
+    Connections,
+    PortConnection,
+)
 from kvrs.net.http_request import (
     Body,
     BrokenRequestError,
@@ -24,6 +34,7 @@ from kvrs.net.http_request import (
     parse_usual,
 )
 from kvrs.net.routes import (
+    MAX_BODY_BYTES,
     NO_PARAMETERS,
     Handler,
     Request,
@@ -45,6 +56,13 @@ log = logging.getLogger(__name__)
 # Time limit of a new connection's TLS hand-shake, of its first request's head, and of each further
 # head from its first byte.
 HEAD_S = 20.0
+# Longest time in which a client reads none of the bytes that wait for it; then its connection is
+# ended. Waiting bytes are looked at several times in that time.
+WRITE_TIMEOUT_S = 30.0
+_LOOKS = 6
+_PIECE_BYTES = 128 << 10  # A longer response is written in pieces, each when there is room for it.
+# Memory for unread responses of a port without a budget of its own.
+_UNREAD_RESPONSES_BYTES = 256 << 20
 LINGERING_S = 2.0  # Time limit for reading the rest of a request that was answered early.
 
 _BACKLOG = 1024
@@ -126,10 +144,40 @@ class ReadingTurns:
             asyncio.get_running_loop().call_soon(self._next)
 
 
+class UnsentWatch(dict["HttpConnection", None]):
+    """Connections whose clients may not have read all that was written, also if the connection is
+    closing. A connection whose waiting bytes make no progress for `WRITE_TIMEOUT_S` is ended.
+    """
+
+    look: asyncio.TimerHandle | None = None
+
+    def add(self, connection: "HttpConnection") -> None:
+        self[connection] = None
+        if self.look is None:
+            self._arm()
+
+    def _arm(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.look = loop.call_later(WRITE_TIMEOUT_S / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        self.look, now_s = None, asyncio.get_running_loop().time()
+        for connection in list(self):
+            if not connection.look_at_unsent(now_s):
+                del self[connection]
+        if self:
+            self._arm()
+
+    def end(self) -> None:
+        if self.look is not None:
+            self.look.cancel()
+
+
 class HttpServer:
     """The server of one port. `serve` runs a handler; `note_refusal` notes requests that reach no
     handler. A connection may idle for `idle_s` after a request. A client may prove one of `keys` at
-    the start of a connection. With `tls` the port speaks only TLS.
+    the start of a connection. With `tls` the port speaks only TLS. `budget` counts the responses
+    that clients do not read; None: the port has one of its own.
     """
 
     def __init__(
@@ -143,11 +191,14 @@ class HttpServer:
         shutdown_timeout_s: float,
         keys: Sequence[ScopedKey] = (),
         tls: Certificates | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         self.routes, self.serve, self.note_refusal = routes, serve, note_refusal
         self.keys, self.idle_s = keys, idle_s
         self.among = Connections(limits)
         self.turns = ReadingTurns()
+        self.budget = budget or ByteBudget(_UNREAD_RESPONSES_BYTES, MAX_BODY_BYTES)
+        self.unsent = UnsentWatch()
         self.is_closing = False
         self.connections: set[HttpConnection] = set()
         # Connections that wait for a complete head, and those idle between two requests.
@@ -197,6 +248,7 @@ class HttpServer:
             connection.abort()
         self.new.end()
         self.kept.end()
+        self.unsent.end()
         await self._beside.aclose()
 
     def forget(self, connection: "HttpConnection") -> None:
@@ -227,8 +279,9 @@ class HttpConnection(PortConnection):
     """An HTTP connection; `scope` is the scope whose key its client has proved."""
 
     __slots__ = (
-        *("_abort", "_behind", "_body", "_is_full", "_is_over", "_is_paused", "_is_wanted"),
-        *("_line", "_proof", "_reader", "_request", "_waits", "_work"),
+        *("_abort", "_behind", "_body", "_counted_bytes", "_end", "_is_full", "_is_over"),
+        *("_is_paused", "_is_sending", "_is_wanted", "_line", "_progress_s", "_proof", "_reader"),
+        *("_request", "_rest", "_unsent_bytes", "_waits", "_work"),
         "server",
     )
 
@@ -251,6 +304,15 @@ class HttpConnection(PortConnection):
         self._is_paused = False  # Reading from the transport is paused.
         self._is_full = False  # The client reads more slowly than the port writes.
         self._is_over = False  # The connection ends: further bytes are dropped.
+        # The last response is complete, but not all of it has been written, or has room.
+        self._is_sending = False
+        self._rest = memoryview(b"")  # Rest of the response that is written in pieces.
+        # Function that ends the connection behind the response; None: it stays open.
+        self._end: Callable[[], None] | None = None
+        # Number of unsent bytes at the last look; 0: none yet, or there has been room since.
+        self._unsent_bytes = 0
+        self._progress_s = 0.0  # Time of the last look at which fewer bytes were unsent.
+        self._counted_bytes = 0  # Number of unsent bytes that the port's budget counts.
 
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
         """Count the connection, from before it has a transport until `connection_lost`; return
@@ -266,9 +328,51 @@ class HttpConnection(PortConnection):
         elif self._abort is not None:
             self._abort()
 
-    def close_if_idle(self) -> None:  # Unsent bytes would keep a connection open.
-        if self._request is None and self.transport is not None:
-            (self.transport.abort if self._is_full else self.transport.close)()
+    def close_if_idle(self) -> None:
+        """Close the connection if no request is being served, behind a response that is being
+        sent.
+        """
+        if self._is_sending:
+            self._end = self._end or self._close
+        elif self._request is None and self.transport is not None:
+            self._close()
+
+    def check_room(self, size_bytes: int) -> None:
+        budget = self.server.budget
+        if budget.held_bytes + size_bytes > budget.total_bytes:
+            raise RequestError(
+                "responses that their clients do not read, and open requests, take up the memory",
+                status=503,
+                code="no_room",
+            )
+
+    def look_at_unsent(self, now_s: float) -> bool:
+        """End the connection if its unsent bytes make no progress; return whether it has unsent
+        bytes that must be looked at again. While a request is served, only a full buffer of a
+        stranger counts: what is written on may hide that a client reads, and a process of the
+        cluster may wait for a client of its own, whom it ends itself.
+        """
+        if (transport := self.transport) is None:
+            return False
+        size_bytes = transport.get_write_buffer_size() + len(self._rest)
+        # The kernel takes no more bytes before a third of its own are read, which a slow client may
+        # not do in time. Over TLS those tell of others before them, which no transport shows.
+        if size_bytes or transport.get_extra_info("ssl_object") is not None:
+            size_bytes += _queued_bytes(transport)
+        is_judged = self._request is None or (self._is_full and self.scope is None)
+        if not size_bytes or not is_judged:
+            self._unsent_bytes = 0
+            self._count_unsent(0)
+            return False
+        if not self._unsent_bytes or size_bytes < self._unsent_bytes:
+            self._progress_s = now_s
+        elif now_s - self._progress_s >= WRITE_TIMEOUT_S:
+            log.info("a client does not read", extra={"unsent_bytes": size_bytes})
+            transport.abort()
+            return False
+        self._unsent_bytes = size_bytes
+        self._count_unsent(max(size_bytes, self._counted_bytes))
+        return True
 
     # The event loop calls the methods below.
 
@@ -332,23 +436,33 @@ class HttpConnection(PortConnection):
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.forget(self)
         self._line.pop(self, None)
-        self.transport = self.room_changed = self._request = self._body = None
-        self._behind = b""
+        self.transport = self.room_changed = self._request = self._body = self._end = None
+        self._behind, self._rest, self._is_sending = b"", memoryview(b""), False
+        self._count_unsent(0)
         if self._work is not None:
             self._work.cancel()
             self._work = None
 
     def pause_writing(self) -> None:
-        self._is_full = True
+        self._is_full, transport = True, self.transport
+        assert transport is not None
+        # A response in pieces is in memory as a whole, until its last piece is written.
+        whole_bytes = len(cast(bytes, self._rest.obj)) if self._rest else 0
+        self._count_unsent(whole_bytes or transport.get_write_buffer_size())
+        self.server.unsent.add(self)
         if self.room_changed is not None:
             self.room_changed(False)
 
     def resume_writing(self) -> None:
-        self._is_full = False
+        self._is_full, self._unsent_bytes = False, 0
+        self._write_rest()
+        if self._is_full:
+            return
+        self._count_unsent(0)
         if self.room_changed is not None:
             self.room_changed(True)
-        elif self._request is None:
-            self._read_on()
+        elif self._is_sending:
+            self._go_on_behind()
 
     def _prove(self, proof: ServerProof, data: bytes) -> bytes:
         """Pass data to the client's proof; return the data behind the proof."""
@@ -456,24 +570,63 @@ class HttpConnection(PortConnection):
         keeps_open = request.keep_alive and is_whole and not server.is_closing
         if response.body is not None:
             try:
-                transport.write(written(response, request, keeps_open=keeps_open))
+                self._write(written(response, request, keeps_open=keeps_open))
             except Exception:
                 log.exception("response ended by a bug")
                 keeps_open = False
         self._is_wanted = False
-        self.idle_since_s = now_s = asyncio.get_running_loop().time()
+        self.idle_since_s = asyncio.get_running_loop().time()
         if not keeps_open:
-            if is_whole:
-                transport.close()
-            else:
-                self._linger()
+            self._is_over, self._end = not is_whole, self._close if is_whole else self._linger
+        if self._is_full:
+            self._is_sending = True
+        else:
+            self._go_on_behind()
+
+    def _write(self, data: bytes) -> None:
+        """Write a response. A long one is written in pieces as there is room for them, since TLS
+        neither limits nor counts what one write leaves unsent.
+        """
+        assert self.transport is not None
+        if len(data) <= _PIECE_BYTES:
+            self.transport.write(data)
+            return
+        self.transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
+        self._rest = memoryview(data)
+        self._write_rest()
+
+    def _write_rest(self) -> None:
+        transport = self.transport
+        while self._rest and not self._is_full and transport is not None:
+            piece, self._rest = self._rest[:_PIECE_BYTES], self._rest[_PIECE_BYTES:]
+            transport.write(bytes(piece))
+
+    def _go_on_behind(self) -> None:
+        """End the connection behind a response, or wait for the next request: at most a small part
+        of the response is not sent.
+        """
+        server, self._is_sending = self.server, False
+        if self not in server.unsent:
+            server.unsent.add(self)
+        if self._end is not None:
+            self._end()
             return
         self._line = line = server.kept
-        line[self] = now_s + server.idle_s
+        line[self] = asyncio.get_running_loop().time() + server.idle_s
         if line.look is None:
             line.begin()
-        if not self._is_full and (self._is_paused or self._behind):
+        if self._is_paused or self._behind:
             self._read_on()
+
+    def _close(self) -> None:
+        """Close the connection; its last bytes are still sent, as long as the client reads them."""
+        assert self.transport is not None
+        self.transport.close()
+        self.server.unsent.add(self)
+
+    def _count_unsent(self, size_bytes: int) -> None:
+        self.server.budget.held_bytes += size_bytes - self._counted_bytes
+        self._counted_bytes = size_bytes
 
     def _read_on(self) -> None:
         """Go on with the next request: the client has room for its response."""
@@ -504,6 +657,14 @@ class HttpConnection(PortConnection):
 
 def address_of(transport: asyncio.Transport) -> str:
     return str((transport.get_extra_info("peername") or ("",))[0])
+
+
+def _queued_bytes(transport: asyncio.Transport) -> int:
+    """Return the number of bytes in the kernel that the client's has not received."""
+    found = bytes(4)
+    with suppress(OSError):  # The connection has just ended.
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, found)
+    return int(struct.unpack("i", found)[0])
 
 
 def refuse(transport: asyncio.Transport) -> None:

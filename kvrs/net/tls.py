@@ -27,6 +27,7 @@ LOOK_INTERVAL_S = 2.0  # Interval at which the certificate files are checked for
 _HANDSHAKE = b"\x16"  # First byte of a connection over TLS; plain HTTP begins with a letter.
 _PAUSE_S = 0.1
 _CLOSING_S = 2.0
+_FLUSH_S = 30.0  # Time in which the last bytes of a connection that is closed must be read.
 _LOG_INTERVAL_S = 1.0
 
 
@@ -305,7 +306,7 @@ class TlsServer:
                     sock,
                     ssl=self._certificates.server,
                     ssl_handshake_timeout=self._timeout_s,
-                    ssl_shutdown_timeout=_CLOSING_S,
+                    ssl_shutdown_timeout=_FLUSH_S,
                 )
                 return True
         if first:

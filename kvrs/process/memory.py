@@ -4,6 +4,7 @@ control groups (cgroups), such as a container's.
 Beyond such a limit the kernel kills a process of the group without warning.
 """
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,20 @@ _CACHED = {
     1: ("total_inactive_file", "total_active_file"),
     2: ("inactive_file", "active_file"),
 }
+
+
+_MMAP_THRESHOLD = -3  # Number of the option in glibc's malloc.h.
+_LARGE_BLOCK_BYTES = 1 << 20
+
+
+def return_large_blocks() -> None:
+    """Have the C library return large blocks to the kernel as soon as they are freed. By default it
+    learns to keep them, so that responses which many clients did not read would stay in the
+    process's memory.
+    """
+    # musl, the other C library, has no such option.
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 def free_bytes() -> int:

@@ -25,6 +25,7 @@ from kvrs.net.routes import Routes
 from kvrs.net.server import HttpServer
 from kvrs.process.descriptors import raise_descriptor_limit
 from kvrs.process.garbage import keep_what_is_there
+from kvrs.process.memory import return_large_blocks
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin
 from kvrs.proxy.fleet.pods import check_pods
@@ -167,6 +168,7 @@ class Proxy:
             idle_s=IDLE_TIMEOUT_S,
             shutdown_timeout_s=_FLUSH_TIMEOUT_S,
             tls=self._tls.port,
+            budget=self.parts.api.admissions.budget,
         )
         self.port = await self._open(server, "port")
 
@@ -409,6 +411,7 @@ async def serve(
     # These signals are blocked from the process's start until now (`kvrs/__main__.py`).
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
     raise_descriptor_limit()
+    return_large_blocks()
     await proxy.start()
     keep_what_is_there()
     log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})

@@ -18,6 +18,7 @@ from kvrs.core.fleet.tested import Continues
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
+from kvrs.net.connections import ByteBudget
 from kvrs.net.http_request import NO_HEADERS
 from kvrs.net.routes import Request
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
@@ -46,7 +47,6 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.requests import (
     CHAT,
-    ByteBudget,
     ParsedRequest,
     RequestUsage,
     salted,
@@ -141,8 +141,8 @@ class Admissions:
         self._clock = clock
         self._tenants = tenants
         self._large = large
-        self._budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
-        metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
+        self.budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
+        metrics.request_bytes.set_function(lambda: self.budget.held_bytes)
 
     def begin(self, request: Request) -> ClientCall:
         """Begin the admission of a request whose tenant is known. Before the first step the request
@@ -150,7 +150,7 @@ class Admissions:
         holds.
         """
         tenant: Tenant = request.tenant
-        held = RequestUsage(self._budget, tenant.meter)
+        held = RequestUsage(self.budget, tenant.meter)
         return ClientCall(request, tenant, held)
 
     async def admit(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from kvrs.errors import RequestError
+from kvrs.net.connections import UNSENT_BYTES
 from kvrs.net.routes import UNKNOWN_ROUTE, Handler, Request, Response
 from kvrs.process.row_log import RowLog
 from kvrs.protocol.anthropic_errors import OVERLOADED
@@ -107,6 +108,8 @@ class RequestObserver:
                 if tenant is not None:
                     request.tenant = tenant
                 response = await handler(request)
+                if response.body is not None and len(response.body) > UNSENT_BYTES:
+                    request.connection.check_room(len(response.body))
             except RequestError as error:
                 response = error_response(error)
             except Exception:

@@ -12,12 +12,10 @@ from aiohttp.helpers import rfc822_formatted_time
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
+from kvrs.net.connections import UNSENT_BYTES
 from kvrs.net.routes import SERVER, WRITTEN, Request, Response
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.proxy.wire.requests import REQUEST_ID
-
-# Number of unsent bytes above which the client counts as slower than the engine, and is blocked.
-UNSENT_BYTES = 64 << 10
 
 # A comment line without an empty line behind it: many decoders dispatch an event at each empty
 # line, some only after an `id:`. The next event then follows as further lines.
@@ -92,10 +90,6 @@ class StreamClient(Client, Protocol):
         """Send the last events, given as server-sent events, and end the response."""
 
 
-# Longest time in seconds for which a client with unsent bytes may not read; then it is cut off.
-WRITE_TIMEOUT_S = 30.0
-
-
 @dataclass(slots=True, eq=False)
 class SseClient:
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
@@ -112,8 +106,6 @@ class SseClient:
     _is_chunked: bool = False
     _head: bytes = b""  # Head of the response, until it is written with the first bytes.
     _waiting: tuple[Callable[[], None], ...] = ()
-    _patience: asyncio.TimerHandle | None = None
-    _gone: str | None = None
     _is_over: bool = False
 
     take_token = None
@@ -167,7 +159,7 @@ class SseClient:
         """Send events that are already framed."""
         transport = self.transport or self._open()
         if transport.is_closing():
-            raise ClientGoneError(self._gone or "the client closed its connection")
+            raise ClientGoneError("the client closed its connection, or did not read from it")
         self.was_silent = False
         if self._is_chunked:
             data = b"%x\r\n%b\r\n%b" % (len(data), data, _LAST_CHUNK if is_last else b"")
@@ -202,23 +194,10 @@ class SseClient:
 
     def _room_changed(self, has_room: bool) -> None:
         self.blocked = not has_room
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        if not has_room:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(WRITE_TIMEOUT_S, self._give_up)
-            return
-        waiting, self._waiting = self._waiting, ()
-        for resume in waiting:
-            resume()
-
-    def _give_up(self) -> None:
-        # Nothing else is needed here: the loss of the connection cancels the request, and so the
-        # stream.
-        assert self.transport is not None
-        self._gone = f"the client did not read for {WRITE_TIMEOUT_S} s"
-        self.transport.abort()
+        if has_room:
+            waiting, self._waiting = self._waiting, ()
+            for resume in waiting:
+                resume()
 
 
 class KeepAlives:

@@ -171,7 +171,7 @@ class AdmissionMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.request_bytes = Gauge(
             "kvrs_request_bytes",
-            "Bytes of the body budget that clients' requests hold.",
+            "Bytes of the body budget that clients' requests and unread responses hold.",
             registry=registry,
         )
         self.given_up = Counter(

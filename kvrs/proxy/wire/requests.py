@@ -15,6 +15,7 @@ from kvrs.core.books.tenants import RETRY_S, StreamShare, TenantMeter
 from kvrs.core.model.prefixes import Prefix
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
+from kvrs.net.connections import ByteBudget
 from kvrs.net.routes import retry_after
 from kvrs.protocol.openai.chunks import (
     ChatChunkChoice,
@@ -112,15 +113,6 @@ CHAT = Endpoint(
 )
 
 
-class ByteBudget:
-    """Limits on bodies: `total_bytes` of all open requests together, `max_body_bytes` of each."""
-
-    def __init__(self, total_bytes: int, max_body_bytes: int) -> None:
-        self.held_bytes = 0
-        self.max_body_bytes = max_body_bytes
-        self.total_bytes = total_bytes
-
-
 class RequestUsage(msgspec.Struct, eq=False):
     """Bytes of the budget and a share of the tenant's limit of streams, which one request holds
     until its block ends. `meter` counts the tenant's streams; None: no limit.
@@ -163,7 +155,7 @@ class RequestUsage(msgspec.Struct, eq=False):
         lacking_bytes = size_bytes - self.size_bytes
         if lacking_bytes > 0 and budget.held_bytes + lacking_bytes > budget.total_bytes:
             raise RequestError(
-                "the requests that are open take up the memory for bodies",
+                "the requests that are open, and unread responses, take up the memory for bodies",
                 status=503,
                 code="no_room",
             )

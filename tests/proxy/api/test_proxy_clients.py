@@ -13,11 +13,11 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
+from kvrs.net import server
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.structure import bytes_within
 from kvrs.proxy.api import bodies
 from kvrs.proxy.server import Proxy
-from kvrs.proxy.streams import clients
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import SECRET, Fault
 from kvrs_testkit.scripted_model import expected_ids, ids_of, text_of, vocabulary
@@ -83,7 +83,7 @@ async def test_a_client_that_does_not_read_is_cut_off(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream ends after `WRITE_TIMEOUT_S`; others go on."""
-    monkeypatch.setattr(clients, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 0.3)
     system = await build(pairs=1)
     system.script.event_padding = 100_000
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port, limit=1024)
@@ -101,6 +101,25 @@ async def test_a_client_that_does_not_read_is_cut_off(
     writer.close()
     system.script.event_padding = 0
     assert (await system.complete(**REQUEST))[0] == 200
+
+
+async def test_a_whole_response_without_room_is_refused(build: ProxyClusterBuilder) -> None:
+    """Unread responses share the memory of bodies: where it is full, a long one becomes a 503."""
+    system = await build(pairs=1)
+    budget = system.proxy.parts.api.admissions.budget
+    system.script.event_padding = 50_000
+    taken_bytes = budget.total_bytes - 100_000
+
+    budget.held_bytes += taken_bytes
+    status, body = await system.complete(**REQUEST)
+    short, _ = await system.complete(**REQUEST | {"max_tokens": 1})
+    streamed, _ = await system.complete(**REQUEST, stream=True)
+    budget.held_bytes -= taken_bytes
+    again, _ = await system.complete(**REQUEST)
+
+    assert (status, short, streamed, again) == (503, 200, 200, 200)
+    assert msgspec.json.decode(body)["error"]["code"] == "no_room"
+    assert budget.held_bytes == 0
 
 
 @pytest.mark.parametrize(

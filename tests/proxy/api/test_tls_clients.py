@@ -16,7 +16,6 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.errors import ConfigError
 from kvrs.net import server, tls
 from kvrs.net.connections import ConnectionLimits
-from kvrs.proxy.streams import clients
 from kvrs_lab.cluster.proxies import ProxyProcess
 from kvrs_testkit.certificates import MISSING, Authority, Pair
 from kvrs_testkit.proxy_cluster import ProxyCluster
@@ -310,7 +309,7 @@ async def test_a_client_that_does_not_read_is_cut_off_as_in_plain(
     build: ProxyClusterBuilder, ca: Authority, served: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data that TLS has buffered counts as unread too, and the stream does not look complete."""
-    monkeypatch.setattr(clients, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 0.3)
     system = await build(pairs=1, proxy={"tls": served.section()})
     system.script.event_padding = 100_000
     reader, writer = await asyncio.open_connection(

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from kvrs.errors import RequestError
+from kvrs.net.connections import ByteBudget
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.wire.requests import COMPLETIONS, ByteBudget, RequestUsage, read
+from kvrs.proxy.wire.requests import COMPLETIONS, RequestUsage, read
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from kvrs.errors import RequestError
+from kvrs.net.connections import ByteBudget
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.wire.requests import COMPLETIONS, ByteBudget, RequestUsage, read
+from kvrs.proxy.wire.requests import COMPLETIONS, RequestUsage, read
 
 
 def completion(**fields: Any) -> bytes:
