@@ -364,6 +364,7 @@ OTHERS = (
     _of("prefix_placement", "agents", 15, "agents", TRACE),
     _of("prefix_placement", "costs", 1, "costs"),
     _of("prefix_placement", "engines", 5, "engines"),
+    _of("hostile_engine", "hostile_engine", 2),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),
     _of("kills", "simulated", 4, "run decode simulated"),
