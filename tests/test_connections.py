@@ -60,3 +60,44 @@ def test_a_crowded_address_makes_room_for_itself() -> None:
     assert port.admit(Client("new", closed, idle_since_s=None))
     assert closed == ["own"]
     assert not port.admit(Client("last", closed))
+
+
+class Looked(Client):
+    """A client that counts how often any of them was looked at."""
+
+    looks = 0
+
+    @property
+    def idle_since_s(self) -> float | None:
+        Looked.looks += 1
+        return self.since_s
+
+    @idle_since_s.setter
+    def idle_since_s(self, since_s: float | None) -> None:
+        self.since_s = since_s
+
+
+def test_a_flood_of_silent_connections_costs_few_looks_and_no_peer() -> None:
+    """A choice for each of them, among thousands, would take the event loop's time."""
+    port, closed = Connections(ConnectionLimits(1000, 1000)), list[str]()
+    port.admit(Looked("peer", closed, scope=Scope.PROXY, idle_since_s=0.0))
+    for number in range(999):
+        port.admit(Looked("silent", closed, idle_since_s=float(number)))
+    Looked.looks = 0
+
+    for number in range(500):
+        assert port.admit(Looked("silent", closed, idle_since_s=1000.0 + number))
+
+    assert closed == ["silent"] * 500
+    assert Looked.looks < 500 * 100
+
+
+def test_of_many_strangers_a_fresh_one_does_not_make_room() -> None:
+    port, closed = Connections(ConnectionLimits(300, 300)), list[str]()
+    for number in range(300):
+        port.admit(Client(str(number), closed, idle_since_s=float(number)))
+
+    for number in range(200):
+        assert port.admit(Client("fresh", closed, idle_since_s=1000.0 + number))
+
+    assert "fresh" not in closed

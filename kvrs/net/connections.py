@@ -4,6 +4,7 @@ new one.
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from kvrs.protocol.secrets import Scope
 _MAX_CONNECTIONS = 8192
 # Unsent bytes of a connection above which its client counts as slower than what it is sent.
 UNSENT_BYTES = 64 << 10
+# Most idle strangers of which the one to be replaced is chosen: a flood of silent connections makes
+# a choice for each, from thousands.
+_CANDIDATES = 64
 _PAGE_PORT = 512  # Most descriptors that the connections of a process's page port need.
 
 
@@ -86,15 +90,16 @@ class PortConnection(asyncio.Protocol, ABC):
 
 
 class Connections:
-    """The connections of one port. At a limit a new connection replaces the connection that has
-    been idle for longest, of a stranger if there is one; if none is idle, the new connection is
-    refused.
+    """The connections of one port. At a limit a new connection replaces an idle one, of a stranger
+    if there is one: of `_CANDIDATES` strangers, looked at in turns, the one that has been idle for
+    longest. If none is idle, the new connection is refused.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._of_address: dict[str, int] = {}
-        self._open: dict[PortConnection, None] = {}
+        # Connections that were looked at last are last.
+        self._open: OrderedDict[PortConnection, None] = OrderedDict()
 
     def admit(self, connection: PortConnection) -> bool:
         address = connection.address
@@ -109,14 +114,20 @@ class Connections:
         return True
 
     def _most_idle(self, address: str | None) -> PortConnection | None:
-        """Return the connection that has been idle for longest, of a stranger if there is one;
-        None: none is idle. `address`: consider only connections from this address; None: all.
+        """Return a connection that has been idle for long, of a stranger if there is one; None:
+        none is idle. `address`: consider only connections from this address; None: all.
         """
-        idle = [
-            (each.scope is not None, each.idle_since_s, number, each)
-            for number, each in enumerate(self._open)
-            if each.idle_since_s is not None and address in (None, each.address)
-        ]
+        idle: list[tuple[bool, float, int, PortConnection]] = []
+        strangers = 0
+        for number in range(len(self._open)):
+            each = next(iter(self._open))
+            self._open.move_to_end(each)
+            if (since_s := each.idle_since_s) is None or address not in (None, each.address):
+                continue
+            idle.append((each.scope is not None, since_s, number, each))
+            strangers += each.scope is None
+            if strangers == _CANDIDATES:
+                break
         return min(idle)[-1] if idle else None
 
     @property
