@@ -429,6 +429,8 @@ OTHERS = (
     _of("vllm_rows", "flood", 2, "flood"),
     _of("sglang_pairs", "pairs", 60, "run --limit-s 3600", SGLANG),
     _of("sglang_pairs", "scripted", 1, "scripted"),
+    _of("aborted_transfers", "vllm", 12, "run vllm", VLLM, NAMESPACES),
+    _of("aborted_transfers", "sglang", 12, "run sglang", SGLANG, NAMESPACES),
     _of("sglang_restore", "sglang_restore", 12, "run", SGLANG),
     _of("sglang_restore", "ranks/sglang_restore", 6, "run --ranks 2 --rounds 3", SGLANG),
     _of("checkpoint_cost", "vllm", 20, "vllm", VLLM),

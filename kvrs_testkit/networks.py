@@ -59,6 +59,22 @@ def isolate() -> None:
     _command("ip", "link", "set", "lo", "up")
 
 
+def slow_loopback(bytes_per_s: float, fast_ports: Sequence[int]) -> None:
+    """Limit the rate of loopback, in a network that `isolate` has made, but not to and from
+    these ports.
+    """
+    on_root = ("dev", "lo", "parent", "1:")
+    rate = ("rate", f"{int(8 * bytes_per_s)}bit", "burst", "131072", "quantum", "65536")
+    _command("tc", "qdisc", "replace", "dev", "lo", "root", "handle", "1:", "htb", "default", "2")
+    unlimited = ("rate", "10gbit", "quantum", "65536")
+    _command("tc", "class", "replace", *on_root, "classid", "1:1", "htb", *unlimited)
+    _command("tc", "class", "replace", *on_root, "classid", "1:2", "htb", *rate)
+    for port in fast_ports:
+        for end in ("sport", "dport"):
+            match = ("u32", "match", "ip", end, str(port), "0xffff", "flowid", "1:1")
+            _command("tc", "filter", "add", *on_root, "protocol", "ip", "prio", "1", *match)
+
+
 class Network:
     """A network from `with` to its end. While it is open, sockets of this thread are at the
     desk.

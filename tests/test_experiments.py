@@ -416,7 +416,9 @@ def test_names_choose_folders_and_single_results() -> None:
     assert len(chosen([])) == len(ALL)
     assert [each.name for each in chosen(["kills/decode"])] == ["kills/decode"]
     assert {each.folder for each in chosen(["lumen", "notice"])} == {"lumen", "notice"}
-    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: agent_tasks, anchortp, "):
+    with pytest.raises(
+        ValueError, match=r"--only: got nothing; allowed: aborted_transfers, agent_tasks, "
+    ):
         chosen(["nothing"])
 
 
