@@ -24,6 +24,7 @@ import aiohttp
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.file import parse_config
+from kvrs.core.model.member import TRANSFER_S
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import Script
 from kvrs_testkit.scripted_model import expected_ids
@@ -48,7 +49,8 @@ class Found:
     deaths: int = 0
     lost: int = 0
     closed: int = 0  # Of the other legs, while KV may have been moving.
-    left: list[tuple[Room, str]] = field(default_factory=list)  # Of each death the other leg.
+    # Of each death the other leg, and the time.
+    left: list[tuple[Room, str, float]] = field(default_factory=list)
 
 
 async def measured(deaths: int, seed: int) -> tuple[dict[str, Found], Counter[str]]:
@@ -61,7 +63,10 @@ async def measured(deaths: int, seed: int) -> tuple[dict[str, Found], Counter[st
             await _one(system, found[f"{moment} {role}"], moment, role, draw, number)
         await asyncio.sleep(_LEFT_S)
         for each in found.values():
-            each.closed = sum(room.aborted.get(other) is False for room, other in each.left)
+            each.closed = sum(
+                room.aborted.get(other) is False and room.ended_s[other] < died_s + TRANSFER_S
+                for room, other, died_s in each.left
+            )
         left = Counter(violations=len(system.shared.violations), open_legs=system.open_legs)
     return found, left
 
@@ -102,7 +107,7 @@ async def _one(
     if moment != "after":
         await asyncio.sleep(draw.uniform(0.0, 0.01))
     shared.compute_s = shared.transfer_s = 0.0
-    victim = None
+    victim, died_s = None, asyncio.get_running_loop().time()
     if number % _WHOLE_SERVER == 0:
         victim = next(
             each
@@ -120,7 +125,7 @@ async def _one(
             found.lost += await stream != expected_ids(prompt, TOKENS)
     except (TimeoutError, AssertionError):
         found.lost += 1
-    found.left.append((room, _OTHER[role]))
+    found.left.append((room, _OTHER[role], died_s))
     for server in system.servers.values():
         server.bodies.clear()
     if victim is not None:
