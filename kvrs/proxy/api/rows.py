@@ -162,6 +162,10 @@ INSTANCES = {
     "kvrs_worker_streams": Row(
         "streams", "Open streams of this proxy at the worker.", "role", heading="streams"
     ),
+    "kvrs_worker_detached_pairs": Row(
+        "detached_pairs",
+        "Given-up calls of this proxy there that are kept until their KV has stopped moving.",
+    ),
     "kvrs_worker_queued_requests": Row(
         "load.queued",
         "Requests of all proxies in the queue of the worker.",

@@ -69,6 +69,7 @@ def a_row(*stages: StageInfo, damaged_pages: int = 0) -> dict[str, Any]:
         "load": load,
         "ranks": [],
         "draining": False,
+        "detached_pairs": 0,
         "unprotected": False,
         "differs": False,
         **{key: load[key] for key in ("stages", "lends", "speculation", "experts")},

@@ -82,9 +82,11 @@ async def test_a_pair_whose_client_leaves_stays_until_decodes_first_event(
     await leave(stream)
     await asyncio.sleep(4.0)
     assert (room.aborted, await kept(system)) == ({}, 1)
+    assert await system.count("kvrs_worker_detached_pairs") == 1
 
     await until_none_is_kept(system)
     assert room.aborted == {"decode": True}
+    assert await system.count("kvrs_worker_detached_pairs") == 0
     assert await ends(system) == {"began": 1}
 
 
