@@ -201,7 +201,7 @@ def main() -> int:
     options = parser.parse_args()
     numbers = options.states or (QUICK if options.quick else numbers)
     record = Record(timed=False)
-    with ProcessPoolExecutor(options.jobs, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(options.jobs, max_tasks_per_child=20) as pool:
         rows = [*track(pool.map(worked_out, numbers), "states", total=len(numbers))]
     return keep(options, record, rows)
 

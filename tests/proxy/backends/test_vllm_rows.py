@@ -45,6 +45,7 @@ def region(engine: str, namespace: str = SPACE, *, is_alive: bool = True) -> dic
         "row_tokens": 16,
         "weights": "",
         "unchecked_rows": 0,
+        "holds_aborted": None,
     }
 
 
