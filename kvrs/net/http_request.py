@@ -207,11 +207,16 @@ class HeadReader:
             piece = data[at:end]
             self._size_bytes += len(piece)
             self._last = b"" if found >= 0 else (self._last + piece)[-3:]
+            if is_long:  # End the head there, for the headers before the limit.
+                piece += _END_OF_HEAD
             try:
                 messages, _, _ = self._parser.feed_data(piece)
             except HttpProcessingError as error:
                 refusal = _refusal_of(error)
                 raise BrokenRequestError(refusal, cause=type(error).__name__) from None
+            if is_long:
+                headers = messages[0][0].headers if messages else NO_HEADERS
+                raise BrokenRequestError(TOO_LARGE, headers)
             if messages:
                 # The parser got only the head's bytes: if it sees a body or a second request in
                 # them, it reads the head in another way.
@@ -219,8 +224,6 @@ class HeadReader:
                     raise BrokenRequestError(BAD_REQUEST)
                 head, length = _read(messages[0][0])
                 return head, end, length
-            if is_long:
-                raise BrokenRequestError(TOO_LARGE)
             at = end
         return None
 

@@ -267,13 +267,13 @@ def test_an_agent_reports_what_it_serves(agent: RowAgent, engine: subprocess.Pop
         return [msgspec.structs.astuple(each) for each in agent.regions.reports()]
 
     facts = (f"engine {engine.pid}", SPACE.namespace.hex()[:16])
-    assert reported() == [(*facts, True, ROWS, SPACE.row_bytes, 16, "", 0)]
+    assert reported() == [(*facts, True, ROWS, SPACE.row_bytes, 16, "", None, 0)]
 
     engine.kill()
     engine.wait()
     until(lambda: settled(agent))
     (region,) = agent.regions.of(SPACE)
-    assert reported() == [(*facts, False, ROWS, SPACE.row_bytes, 16, "", region.unchecked)]
+    assert reported() == [(*facts, False, ROWS, SPACE.row_bytes, 16, "", None, region.unchecked)]
     assert region.unchecked >= ROWS - 1  # One was being written.
 
     agent.regions.settle(time.monotonic() + ADOPTED_S + 1)

@@ -20,7 +20,15 @@ N0 = NodeId("n0")
 SERIES = {name for name, row in {**INSTANCES, **AGENTS, **PROXY}.items() if row.help}
 STATE = {
     "instances": [],
-    "agents": [{"id": "agent-n0", "health": "up", "reserved_bytes": 7, "regions": []}],
+    "agents": [
+        {
+            "id": "agent-n0",
+            "health": "up",
+            "reserved_bytes": 7,
+            "regions": [],
+            "refused_rows": 0,
+        }
+    ],
     "proxies": [
         {
             "tokens_relayed": 4,
