@@ -5,10 +5,12 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from ssl import SSLContext
+from functools import partial
+from ssl import MemoryBIO, SSLContext, SSLWantReadError
 from typing import Any, cast
 
 import pytest
+import uvloop
 
 from kvrs.config.tls import TlsSettings
 from kvrs.errors import RequestError
@@ -468,6 +470,54 @@ async def test_a_client_that_reads_slowly_gets_the_whole_response(
         assert received == RESPONSE_BYTES
         assert reads * pause_s > 2 * limit_s
         writer.transport.abort()
+
+
+def half_closed(number: int, context: SSLContext | None) -> int:
+    """Ask for a response, end the sending side before any of the response is read, and return the
+    number of bytes that come.
+    """
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        client.settimeout(20)
+        client.connect(("127.0.0.1", number))
+        asked = b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n"
+        if context is None:
+            client.sendall(asked)
+            client.shutdown(socket.SHUT_WR)
+        else:
+            received, sent = MemoryBIO(), MemoryBIO()
+            tls = context.wrap_bio(received, sent, server_hostname="127.0.0.1")
+            for step in (tls.do_handshake, partial(tls.write, asked), tls.unwrap):
+                while True:
+                    try:
+                        step()
+                    except SSLWantReadError:
+                        client.sendall(sent.read())
+                        if step == tls.unwrap:
+                            break
+                        received.write(client.recv(1 << 12))
+                    else:
+                        client.sendall(sent.read())
+                        break
+        return sum(map(len, iter(partial(client.recv, 1 << 16), b"")))
+
+
+@TLS
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_client_that_sends_nothing_more_gets_the_whole_response(
+    certificates: tuple[Any, Any], loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Also where the end of its sending comes while the response is written in pieces."""
+    tls, context = certificates
+
+    async def received() -> int:
+        async with serving(tls=tls) as (port, number):
+            found = await asyncio.to_thread(half_closed, number, context)
+            await until(lambda: not port.budget.held_bytes)
+            return found
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(received()) > RESPONSE_BYTES
 
 
 @pytest.mark.parametrize("scope", [None, Scope.PROXY])

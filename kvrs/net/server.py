@@ -433,6 +433,15 @@ class HttpConnection(PortConnection):
         self._work = task = EagerTask(server.serve(request, route.handler), self._answered)
         task.begin()
 
+    def eof_received(self) -> None:
+        """Give the transport the rest of the response. The client sends nothing more, so the
+        transport closes, and sends what it has by then.
+        """
+        if self._rest and self.transport is not None:
+            rest, self._rest = bytes(self._rest), memoryview(b"")
+            self.transport.write(rest)
+            self.server.unsent.add(self)
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.forget(self)
         self._line.pop(self, None)
