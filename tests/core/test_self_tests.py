@@ -632,6 +632,31 @@ def test_a_prefill_instance_that_generates_nothing_is_not_doubted() -> None:
     assert bench.tests.standing(InstanceId("p0")) == "not compared"
 
 
+def test_a_prefill_instance_that_generates_nothing_is_still_tested_for_kv() -> None:
+    """Before it is asked again, and it is not doubted again behind that test."""
+    bench = Bench("p0", "d0", "d1", prefill_generates=True)
+    bench.up("p0", epoch=2, fingerprint="", engine="0.32")
+    standings = set[str]()
+    for _ in range(20):
+        while (test := bench.tests.next(bench.now_s)) is not None:
+            match test:
+                case TransferTest():
+                    bench.tests.transferred(test, moved=True)
+                case TokensTest(instance="p0"):
+                    bench.tests.failed(test, "501", bench.now_s)
+                case TokensTest():
+                    bench.tests.generated(test, EXACT)
+                case _:
+                    raise AssertionError(test)
+            if bench.described("p0")["cause"] or standings:
+                standings.add(bench.tests.standing(InstanceId("p0")))
+        bench.wait()
+
+    assert bench.moves() == {"p0", "d0", "d1"}
+    assert standings == {"not compared"}
+    assert bench.described("p0")["done"]
+
+
 def test_an_instance_with_other_weights_takes_no_promise_from_the_others() -> None:
     """However it continues what is cut: no exact stream goes there."""
     bench = Bench("d0", "d1", "d2", tests_kv=False)

@@ -82,6 +82,8 @@ class TestedProcess:
     # The uncut greedy tokens of a running test: they show the weights before the test has ended.
     # All that is asked of a process that only prefills.
     glimpse: Generated | None = None
+    # True once a process that only prefills has failed to generate these.
+    shows_nothing: bool = False
     # The ability to move KV to and from the process; None: not tested, or no KV moved in tests with
     # other instances of unknown ability.
     moves_kv: bool | None = None
@@ -290,7 +292,7 @@ class SelfTests:
             return Standing.NOT_COMPARED
         found = self.comparison.standing(life.shown)
         # Some prefill instances generate nothing: then only a digest shows their weights.
-        is_comparable = life.decodes or (self._may_show(life) and not life.tries.failures)
+        is_comparable = life.decodes or (self._may_show(life) and not life.shows_nothing)
         unknown = found is Standing.UNTESTED and not is_comparable
         return Standing.NOT_COMPARED if unknown else found
 
@@ -460,14 +462,17 @@ class SelfTests:
     def _due(self, now_s: float) -> Iterator[SelfTest]:
         idle = [life for life in self.processes.values() if life.test is None]
         free = [life for life in idle if life.tries.at_s <= now_s and self._may_be_tested(life)]
-        lacking = (life for life in free if life.lacks_tokens or self._may_show(life))
-        yield from (TokensTest(life.info.id) for life in lacking)
+        silent = [life for life in free if self._may_show(life) and life.shows_nothing]
+        lacking = [life for life in free if life.lacks_tokens or self._may_show(life)]
+        yield from (TokensTest(life.info.id) for life in lacking if life not in silent)
         # A process stays doubted without it, so a test that always failed is tried on, rarely.
         late = (life for life in idle if self._is_late(life) and life.tries.at_s <= now_s)
         yield from (TokensTest(life.info.id) for life in late)
         for life in free:
             if self._tests_kv and (transfer := _transfer_test(life, free)) is not None:
                 yield transfer
+        # A process that has refused may refuse again, so tests of KV do not wait for it.
+        yield from (TokensTest(life.info.id) for life in silent)
         # Each instance that is up may have rows to load. Targets with the fewest failures go first,
         # because a test also occupies its holder.
         holders = [life.info.id for life in idle if self._known[life.info.id].health is Health.UP]
@@ -570,6 +575,7 @@ class SelfTests:
             return
         for life in self._end(test):
             life.tries.fail(cause, now_s)
+            life.shows_nothing |= isinstance(test, TokensTest) and not life.decodes
 
     def _end(self, test: SelfTest) -> list[TestedProcess]:
         """End a test and return its processes; empty if a process is gone."""
