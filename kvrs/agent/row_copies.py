@@ -107,7 +107,10 @@ class RowCopies:
             self._hold(spaces)
         for space, copies in spaces.items():
             wanted = set(protected[space])
-            copies.rows = {key: row for key, row in copies.rows.items() if key in wanted}
+            # Other threads drop damaged copies meanwhile.
+            for key in list(copies.rows):
+                if key not in wanted:
+                    copies.rows.pop(key, None)
             copies.protected = len(wanted)
 
     def missing(self, space: Space, keys: Sequence[bytes]) -> list[bytes]:

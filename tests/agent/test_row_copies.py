@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -227,3 +227,33 @@ def test_nothing_is_given_back_before_there_was_a_loss() -> None:
     copies.put(SPACE, KEYS[0], b"", memoryview(bytearray(4096)))
     copies.settle(1e9)
     assert copies.held_bytes == 4096
+
+
+class _Watched(bytes):
+    """A key that calls a function once as it is looked up."""
+
+    then: Callable[[], object] | None = None
+
+    def __hash__(self) -> int:
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+        return super().__hash__()
+
+
+def test_a_damaged_copy_that_is_read_meanwhile_stays_dropped() -> None:
+    """The thread that keeps copies goes on if another one finds damage in the same moment."""
+    copies, first = RowCopies(lambda: 1 << 20), _Watched(KEYS[0])
+    copies.keep({SPACE: KEYS})
+    damaged = memoryview(bytearray(SPACE.row_bytes))
+    for key in (first, *KEYS[1:]):
+        copies.put(SPACE, key, b"tag", damaged if key == KEYS[1] else memoryview(bytes(4096)))
+    (of_space,) = copies.of(SPACE)
+    damaged[7] = 1
+    first.then = lambda: of_space.read(KEYS[1], memoryview(bytearray(4096)), 0.0)
+
+    copies.keep({SPACE: KEYS})
+
+    assert {*of_space.rows} == {*KEYS} - {KEYS[1]}
+    assert copies.refused_rows == 1
+    assert copies.missing(SPACE, KEYS) == [KEYS[1]]
