@@ -520,6 +520,35 @@ def test_a_client_that_sends_nothing_more_gets_the_whole_response(
         assert runner.run(received()) > RESPONSE_BYTES
 
 
+@TLS
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_connections_that_are_just_ending_are_looked_at(
+    certificates: tuple[Any, Any], loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """In each turn until they are told of their end, behind the loss of their socket too."""
+    tls, context = certificates
+
+    async def looked() -> bool:
+        async with serving(tls=tls) as (port, number):
+            _, writer = await asyncio.open_connection(
+                "127.0.0.1",
+                number,
+                ssl=context,
+                server_hostname=None if context is None else "127.0.0.1",
+            )
+            await until(lambda: bool(port.connections))
+            (connection,) = port.connections
+            connection.abort()
+            for _ in range(TURNS):
+                connection.look_at_unsent(asyncio.get_running_loop().time())
+                await asyncio.sleep(0)
+            writer.transport.abort()
+            return connection.transport is None
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(looked())
+
+
 @pytest.mark.parametrize("scope", [None, Scope.PROXY])
 async def test_a_stream_that_nobody_reads_is_ended_for_a_stranger_only(
     monkeypatch: pytest.MonkeyPatch, scope: Scope | None

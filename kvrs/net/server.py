@@ -670,9 +670,12 @@ def address_of(transport: asyncio.Transport) -> str:
 
 def _queued_bytes(transport: asyncio.Transport) -> int:
     """Return the number of bytes in the kernel that the client's has not received."""
-    found = bytes(4)
-    with suppress(OSError):  # The connection has just ended.
-        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, found)
+    found, of = bytes(4), transport.get_extra_info("socket")
+    # The connection has just ended, and over TLS its protocol is told of that a turn later.
+    if of is None:
+        return 0
+    with suppress(OSError, ValueError):
+        found = fcntl.ioctl(of.fileno(), termios.TIOCOUTQ, found)
     return int(struct.unpack("i", found)[0])
 
 
