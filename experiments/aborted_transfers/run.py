@@ -2,12 +2,13 @@
 servers must get every token that they get alone.
 
     python -m experiments.aborted_transfers.run vllm|sglang [--rounds N] [--limit-s S]
-        [--unprotected]
+        [--kv-bytes-per-s R] [--decode-tokens N] [--unprotected]
 
 A run adds rounds to those that the same code has measured before. Needs KVRS_VLLM_PYTHON or
 KVRS_SGLANG_PYTHON, and root for a network whose transfers are slow.
 """
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -29,6 +30,7 @@ import aiohttp
 from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.record import Record
+from kvrs.protocol.rows import SGLANG_VARIABLE
 from kvrs_testkit import sglang_servers, vllm_servers
 from kvrs_testkit.engine_servers import EngineServers
 from kvrs_testkit.networks import isolate, slow_loopback
@@ -264,8 +266,8 @@ def _sum(metrics: str, name: str, label: str = "") -> float:
 class Trial:
     """Rounds of aborts beside streams that are compared."""
 
-    def __init__(self, pairs: Pairs, seed: int) -> None:
-        self.pairs, self._seed = pairs, seed
+    def __init__(self, pairs: Pairs, seed: int, kv_bytes_per_s: float) -> None:
+        self.pairs, self._seed, self._kv_bytes_per_s = pairs, seed, kv_bytes_per_s
         self._salts = (f"{os.getpid()} {number}" for number in itertools.count())
         self._bystanders: list[Bystander] = []
         self._waiting = 0  # Bystanders that may wait for KV.
@@ -282,7 +284,7 @@ class Trial:
             bystander = Bystander(prompt, await self._ask(prompt))
             if await self._ask(prompt) == bystander.expected:
                 self._bystanders.append(bystander)
-        slow_loopback(KV_BYTES_PER_S, pairs.ports)
+        slow_loopback(self._kv_bytes_per_s, pairs.ports)
         times_s = []
         for _ in range(3):
             began_s = time.monotonic()
@@ -376,21 +378,23 @@ def missed(sums: Mapping[str, int]) -> list[str]:
     return found
 
 
-def _started(engine: str, directory: Path, *, unprotected: bool) -> EngineServers:
-    if engine == "vllm":
-        config = vllm_config(directory, NODES)
-        size = str(KV_TOKENS * _BYTES_PER_TOKEN)
-        vllm = VllmServers(
-            config, os.environ[vllm_servers.PYTHON_ENV], "--kv-cache-memory-bytes", size
-        )
+def _started(options: argparse.Namespace, directory: Path) -> EngineServers:
+    tokens = {"p0": KV_TOKENS, "d0": options.decode_tokens}
+    if options.engine == "vllm":
+        vllm = VllmServers(vllm_config(directory, NODES), os.environ[vllm_servers.PYTHON_ENV])
+        for name, most in tokens.items():
+            vllm.flags[name] = ["--kv-cache-memory-bytes", str(most * _BYTES_PER_TOKEN)]
         vllm.environment["UCX_TLS"] = "tcp"  # Memory that servers share would not be slow.
         return vllm
-    flags = ("--max-total-tokens", str(KV_TOKENS), "--enable-metrics")
     config = sglang_config(directory, NODES)
-    sglang = SglangServers(config, os.environ[sglang_servers.PYTHON_ENV], *flags)
+    sglang = SglangServers(config, os.environ[sglang_servers.PYTHON_ENV], "--enable-metrics")
+    for name, most in tokens.items():
+        sglang.flags[name] = ["--max-total-tokens", str(most)]
+    if options.decode_tokens < KV_TOKENS:  # Decode keeps room for 512 more tokens of each stream.
+        sglang.flags["d0"] += ["--num-reserved-decode-tokens", "96"]
     sglang.environment["SGLANG_REQUEST_STATE_WAIT_TIMEOUT"] = "1"
-    if unprotected:
-        sglang.environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"] = "0"
+    if options.unprotected:
+        sglang.environment[SGLANG_VARIABLE] = "0"
     return sglang
 
 
@@ -399,12 +403,18 @@ def main() -> int:
     parser.add_argument("engine", choices=["vllm", "sglang"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--limit-s", type=float, default=3000.0, help="no round begins later")
+    parser.add_argument("--kv-bytes-per-s", type=float, default=KV_BYTES_PER_S)
+    parser.add_argument("--decode-tokens", type=int, default=KV_TOKENS, help="of KV at decode")
     parser.add_argument("--unprotected", action="store_true", help="SGLang holds no page")
     options = parser.parse_args()
     isolate()
     record = Record(options.seed, timed=False)
     name = options.engine + ("-unprotected" if options.unprotected else "")
-    settings = {"aborts_per_round": ABORTS_PER_ROUND, "kv_bytes_per_s": KV_BYTES_PER_S}
+    settings = {
+        "aborts_per_round": ABORTS_PER_ROUND,
+        "kv_bytes_per_s": options.kv_bytes_per_s,
+        "decode_tokens": options.decode_tokens,
+    }
     cells = Cells(options.out, name, settings)
     until_s = time.monotonic() + options.limit_s
 
@@ -416,7 +426,7 @@ def main() -> int:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
             pairs = (VllmPairs if options.engine == "vllm" else SglangPairs)(servers, http)
-            trial = Trial(pairs, options.seed)
+            trial = Trial(pairs, options.seed, options.kv_bytes_per_s)
             await trial.prepare()
             for each in (f"round {number}" for number in range(options.rounds)):
                 if each in cells.found or time.monotonic() > until_s:
@@ -429,7 +439,7 @@ def main() -> int:
 
     with (
         TemporaryDirectory() as directory,
-        _started(options.engine, Path(directory), unprotected=options.unprotected) as servers,
+        _started(options, Path(directory)) as servers,
     ):
         servers.start_all()
         servers.start_proxy()
