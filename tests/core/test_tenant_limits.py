@@ -53,21 +53,42 @@ def test_a_key_that_is_sent_again_holds_the_share_of_its_stream() -> None:
 
 
 def test_a_call_that_outlives_its_stream_keeps_the_place() -> None:
-    """The stream's own recovery needs no second one; a later request for the same stream does."""
+    """The stream's own recovery needs no second one, nor does a request that takes it over; from
+    the second such call on one does, since each request could leave a call behind.
+    """
     one = TenantMeter(limits(streams=2))
     stream = one.take(1, "k")
     assert stream is not None
 
-    call = stream.hold()
-    call.outlive()
+    first, second = stream.hold(), stream.hold()
+    first.outlive()
+    assert one.take(1, "k") is stream
     assert one.open_streams == 1
-    stream.release()
+    second.outlive()
     later = one.take(1, "k")
 
+    assert later is not stream
     assert one.open_streams == 2
-    assert one.take(1, "k") is later
     assert one.take(1) is None
-    call.release()
+    for _ in range(2):
+        stream.release()
+    for call in (first, second):
+        call.release(outlived=True)
+    assert one.open_streams == 1
+
+
+def test_a_key_whose_call_was_closed_is_taken_over_again() -> None:
+    """One call at a time may outlive its attempt."""
+    one = TenantMeter(limits(streams=1))
+    stream = one.take(1, "k")
+    assert stream is not None
+
+    for _ in range(3):
+        call = stream.hold()
+        call.outlive()
+        assert one.take(1, "k") is stream
+        call.release(outlived=True)
+
     assert one.open_streams == 1
 
 
@@ -76,7 +97,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("open"), KEYS, st.integers(1, 3)),
         st.tuples(st.just("end"), st.none(), st.integers(0, 99)),
-        st.tuples(st.just("hold"), st.none(), st.integers(0, 99)),
+        st.tuples(st.sampled_from(["hold", "close"]), st.none(), st.integers(0, 99)),
         st.tuples(st.just("limit"), st.none(), st.integers(1, 4)),
     ),
     max_size=60,
@@ -92,6 +113,7 @@ def test_no_order_of_requests_exceeds_the_limit_or_leaks(
     order.
     """
     meter, held = TenantMeter(limits(streams=2)), list[StreamShare]()
+    calls = list[StreamShare]()  # That outlive their attempts.
     for what, key, number in steps:
         before = meter.open_streams
         match what:
@@ -105,17 +127,21 @@ def test_no_order_of_requests_exceeds_the_limit_or_leaks(
             case "end" if held:
                 held.pop(number % len(held)).release()
             case "hold" if held:
-                held.append(held[number % len(held)].hold())
-                if number % 2:
-                    held[-1].outlive()
+                calls.append(held[number % len(held)].hold())
+                calls[-1].outlive()
+            case "close" if calls:
+                calls.pop(number % len(calls)).release(outlived=True)
             case "limit":
                 meter.limits = limits(streams=number)
             case _:
                 pass
-        assert meter.open_streams == sum(each.streams for each in set(held))
-        assert len({each.key for each in set(held)} - {None}) <= meter.open_streams
+        shares = {*held, *calls}
+        assert meter.open_streams == sum(each.streams for each in shares)
+        assert len({each.key for each in shares} - {None}) <= meter.open_streams
     for share in held:
         share.release()
+    for share in calls:
+        share.release(outlived=True)
 
     assert meter.open_streams == 0
     assert meter._keyed == {}

@@ -51,11 +51,12 @@ class StreamShare:
     request: they count as open until every holder has released the share, once each.
     """
 
-    __slots__ = ("_meter", "holders", "key", "streams")
+    __slots__ = ("_meter", "_outliving", "holders", "key", "streams")
 
     def __init__(self, meter: TenantMeter, streams: int, key: str | None) -> None:
         self._meter = meter
         self.streams, self.key, self.holders = streams, key, 1
+        self._outliving = 0
 
     def hold(self) -> Self:
         """Add a holder, such as the calls of an attempt."""
@@ -64,16 +65,22 @@ class StreamShare:
         return self
 
     def outlive(self) -> None:
-        """Note that a holder outlives its request, such as calls that are given up while their KV
-        is transferred. A later request for the same stream then needs a share of its own, because
-        each could leave such calls behind.
+        """Note that a holder outlives its attempt, such as calls that are given up while their KV
+        is transferred. The stream goes on by the same share, at another request too. From the
+        second such holder on a later request needs a share of its own, because each could leave
+        calls behind.
         """
-        self._meter.forget_key(self)
+        self._outliving += 1
+        if self._outliving > 1:
+            self._meter.forget_key(self)
 
-    def release(self) -> None:
-        """End one holder's part; the last one gives the streams back to the limit."""
+    def release(self, *, outlived: bool = False) -> None:
+        """End one holder's part; the last one gives the streams back to the limit. `outlived`: of a
+        holder of `outlive`.
+        """
         assert self.holders, "a share is released once by each holder"
         self.holders -= 1
+        self._outliving -= outlived
         if not self.holders:
             self._meter.forget_key(self)
             self._meter.open_streams -= self.streams

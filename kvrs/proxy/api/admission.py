@@ -278,7 +278,8 @@ class Admissions:
         streams = parsed.request.n * (1 + len(parsed.more))
         self._check_room(streams, KEY in call.request.headers)
         if tenant.meter is not None:
-            # A request that takes over an open stream is never refused for the limit.
+            # A request that takes over an open stream is not refused for the limit, unless several
+            # of that stream's calls are detached.
             call.held.open(streams, None if call.resume is None else call.resume.keys[0])
         if call.resume is not None:
             call.found = await self._mirror.find(call.resume)

@@ -90,13 +90,13 @@ class DetachedPairs:
 class PairKeeper:
     """The keeper of one attempt's calls, as `sglang_legs.Keeper`."""
 
-    __slots__ = ("_epoch", "_pairs", "_share", "decode")
+    __slots__ = ("_epoch", "_is_kept", "_pairs", "_share", "decode")
 
     def __init__(
         self, pairs: DetachedPairs, decode: InstanceId, epoch: int, share: StreamShare | None
     ) -> None:
         self._pairs, self._epoch, self._share = pairs, epoch, share
-        self.decode = decode
+        self.decode, self._is_kept = decode, False
 
     def begin(self) -> None:
         if self._share is not None:
@@ -104,13 +104,13 @@ class PairKeeper:
 
     def end(self) -> None:
         if self._share is not None:
-            self._share.release()
+            self._share.release(outlived=self._is_kept)
 
     def keep(self, end: Coroutine[Any, Any, Detached]) -> bool:
-        is_kept = self._pairs.keep(self.decode, end)
-        if is_kept and self._share is not None:
+        self._is_kept = self._pairs.keep(self.decode, end)
+        if self._is_kept and self._share is not None:
             self._share.outlive()
-        return is_kept
+        return self._is_kept
 
     def doubt(self) -> None:
         self._pairs.hung(self.decode, self._epoch)
