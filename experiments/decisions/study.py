@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -201,7 +202,7 @@ def main() -> int:
     options = parser.parse_args()
     numbers = options.states or (QUICK if options.quick else numbers)
     record = Record(timed=False)
-    with ProcessPoolExecutor(options.jobs, max_tasks_per_child=20) as pool:
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         rows = [*track(pool.map(worked_out, numbers), "states", total=len(numbers))]
     return keep(options, record, rows)
 
