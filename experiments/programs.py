@@ -142,7 +142,7 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             is_virtual=True,
         ),
         _of(
-            *("decisions", "study", 10, "study"),
+            *("decisions", "study", 5, "study"),
             quick=(1.0, "study --quick"),
             is_virtual=True,
         ),
@@ -456,6 +456,7 @@ OTHERS = (
     _of("parsed_deaths", "price", 5, "price", quick=(0.5, "price --quick")),
     _of("kill_spread", "kill_spread", 5, quick=(0.5, "run --quick")),
     Experiment("kill_spread", ("before",), 0, ""),
+    Experiment("decisions", ("before",), 0, ""),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
     _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),
