@@ -17,7 +17,7 @@ from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp, dial_unix, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.stream import RowStream
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
-from kvrs_testkit.row_engine import AGENT, DIAL_S
+from kvrs_testkit.row_engine import AGENT, DIAL_S, RowEngine
 
 SECRET = bytes(range(32))
 TIMEOUT_S = 20.0
@@ -51,6 +51,15 @@ class RowAgent:
         number: int = listener.getsockname()[1]
         self.port.listen(listener)
         return number
+
+    def engine(self, space: Space, rows: int) -> RowEngine:
+        """Start an engine with this agent, whose rows hold the keys from 1 on."""
+        engine = RowEngine(self.path, SECRET, space.namespace, rows, space.row_bytes)
+        for row in range(rows):
+            engine.write(row, row + 1)
+        engine.link.start()
+        until(lambda: bool(self.regions.of(space)))
+        return engine
 
     def sum_rows(self, share: float = 1.0) -> None:
         """Make checksums of all rows from here on."""

@@ -35,6 +35,7 @@ _FRESH_S = 0.02
 ADOPTED_S = 30.0
 # Pause between two looks for rows without a checksum, and so about the least age of one.
 _LOOK_S = 0.1
+_RETRY_S = 10.0  # Pause behind a bug.
 # CPU time of the thread that makes checksums between two pauses.
 _SLICE_S = 0.002
 # Bytes that it reads at a time: they stay in the processor's cache until they are summed.
@@ -382,14 +383,15 @@ class RowSummer:
             self._thread.join()
 
     def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
+        while not self._stop.is_set():
+            try:
                 self._since_s = time.thread_time()
                 if not sum([self._sum_rows(region) for region in self._regions.held()]):
                     self._rest(0.0)
                     self._stop.wait(_LOOK_S)
-        except Exception:
-            log.exception("no checksums of rows are made from here on")
+            except Exception:
+                log.exception("a bug ended a look for rows without checksums; the next one follows")
+                self._stop.wait(_RETRY_S)
 
     def _sum_rows(self, region: EngineRegion) -> int:
         """Make checksums of a few rows that have none; return their number."""

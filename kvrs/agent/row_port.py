@@ -264,6 +264,10 @@ class RowPort:
             log.warning("row port: connection ended", extra={"cause": error})
             self._drop(stranger)
             return
+        except Exception:  # The thread hears all other clients too.
+            log.exception("row port: a client's proof ended by a bug")
+            self._drop(stranger)
+            return
         self._forget(stranger)
         self._begin(connection)
 

@@ -669,7 +669,7 @@ def address_of(transport: asyncio.Transport) -> str:
 
 
 def _queued_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of bytes in the kernel that the client's has not received."""
+    """Return the number of bytes that the client's kernel has not confirmed."""
     found, of = bytes(4), transport.get_extra_info("socket")
     # The connection has just ended, and over TLS its protocol is told of that a turn later.
     if of is None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,20 +25,9 @@ ROWS = [row_of(key, SPACE.row_bytes) for key in KEYS]
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[RowAgent]:
-    agent = RowAgent(tmp_path / "rows")
-    yield agent
-    agent.close()
-
-
-@pytest.fixture
 def engine(agent: RowAgent) -> Iterator[RowEngine]:
     """An engine of this process whose rows hold KEYS."""
-    engine = RowEngine(agent.path, SECRET, SPACE.namespace, len(KEYS), SPACE.row_bytes)
-    for row in range(len(KEYS)):
-        engine.write(row, row + 1)
-    engine.link.start()
-    until(lambda: bool(agent.regions.of(SPACE)))
+    engine = agent.engine(SPACE, len(KEYS))
     yield engine
     engine.link.close()
 
@@ -250,3 +238,27 @@ def test_a_damaged_copy_is_refused_and_loaded_again(agents: list[RowAgent]) -> N
     assert other.copies.refused_rows == 1
     until(lambda: load(stream, SPACE, KEYS[2:3]) == ROWS[2:3])
     engine.link.close()
+
+
+def test_a_bug_in_one_look_ends_no_later_one(
+    agent: RowAgent,
+    engine: RowEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rows without checksums are served as they are, so the thread must not end."""
+    monkeypatch.setattr(regions, "_RETRY_S", 0.01)
+    sum_row, broken = EngineRegion.sum_row, [True]
+
+    def once(self: EngineRegion, row: int, sequence: int, piece: memoryview) -> bytes | None:
+        if broken.pop() if broken else False:
+            raise AssertionError("a bug")
+        return sum_row(self, row, sequence, piece)
+
+    monkeypatch.setattr(EngineRegion, "sum_row", once)
+    agent.sum_rows()
+    until(lambda: not broken)
+    engine.write(0, 1)
+
+    until(lambda: region_of(agent).checksums.has(*region_of(agent)._rows[KEYS[0]]))
+    assert "a bug ended a look" in caplog.text

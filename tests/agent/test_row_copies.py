@@ -16,7 +16,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol import rows
 from kvrs.protocol.rows import CopyReport, RowFrame, Space, short
 from kvrs.transfer.rows.stream import RowStream
-from kvrs_testkit.row_agent import SECRET, RowAgent, admit, load, until
+from kvrs_testkit.row_agent import RowAgent, admit, load, until
 from kvrs_testkit.row_engine import RowEngine, key_of, row_of
 
 pytestmark = pytest.mark.network
@@ -28,18 +28,9 @@ KEYS = [key_of(number) for number in range(1, 9)]
 @pytest.fixture
 def engine(agents: list[RowAgent]) -> Iterator[RowEngine]:
     """An engine with the first agent, whose rows hold KEYS."""
-    engine = started(agents[0], SPACE)
+    engine = agents[0].engine(SPACE, len(KEYS))
     yield engine
     engine.link.close()
-
-
-def started(agent: RowAgent, space: Space) -> RowEngine:
-    engine = RowEngine(agent.path, SECRET, space.namespace, len(KEYS), space.row_bytes)
-    for row in range(len(KEYS)):
-        engine.write(row, row + 1)
-    engine.link.start()
-    until(lambda: bool(agent.regions.of(space)))
-    return engine
 
 
 def protect(engine: RowEngine, *protected: int) -> None:
@@ -116,7 +107,7 @@ def test_copies_of_two_namespaces_are_never_mixed(
     agents: list[RowAgent], engine: RowEngine
 ) -> None:
     other = Space(bytes(31) + b"o", SPACE.row_bytes)
-    another = started(agents[0], other)
+    another = agents[0].engine(other, len(KEYS))
     another.write(0, 8)
     protect(engine, 1)
     protect(another, 0)

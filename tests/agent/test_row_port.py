@@ -22,7 +22,7 @@ from kvrs.agent.regions import ADOPTED_S, Regions
 from kvrs.agent.row_copies import RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.proof import NONCE_BYTES, ClientProof
+from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ServerProof
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.dialling import dial_unix
@@ -34,13 +34,6 @@ from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of
 ROWS = 24
 SPACE = Space(bytes(31) + b"s", 1 << 16)
 SMALL = Space(SPACE.namespace, 4096)
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[RowAgent]:
-    agent = RowAgent(tmp_path / "rows")
-    yield agent
-    agent.close()
 
 
 @pytest.fixture
@@ -420,6 +413,28 @@ def test_clients_that_only_greet_are_bounded_too(
         with pytest.raises(TransferError, match="closed by the other end"):
             each.receive_exactly(1)
     assert look_up(agent.stream(SMALL), [key_of(7)]) == [False]
+
+
+def test_a_bug_at_one_clients_proof_ends_that_connection_alone(
+    agent: RowAgent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One thread hears all clients."""
+    receive = ServerProof.receive
+
+    def heard(proof: ServerProof, data: bytes) -> tuple[bytes, bytes]:
+        if data.startswith(b"bug"):
+            raise ZeroDivisionError
+        return receive(proof, data)
+
+    monkeypatch.setattr(ServerProof, "receive", heard)
+    one = agent.connected()
+    one.until(5.0)
+    one.send(b"bug")
+
+    with pytest.raises(TransferError):
+        one.receive_exactly(1)
+    agent.proven().close()
+    assert "ended by a bug" in caplog.text
 
 
 def test_a_client_that_says_nothing_in_time_is_ended(

@@ -75,7 +75,7 @@ class PrefillLeg:
             raise UpstreamError("prefill ended without a finish reason and [DONE]")
 
     def detach(self) -> None:
-        """Tell nobody any more what the cache had."""
+        """Drop the function that would learn how many tokens the cache had."""
         self._found = None
 
 

@@ -42,6 +42,15 @@ async def begun(system: Sglangs, **fields: Any) -> tuple[asyncio.Task[list[int]]
     return stream, [*system.shared.rooms.values()][before]
 
 
+async def hanging(system: Sglangs) -> tuple[asyncio.Task[list[int]], Room, str]:
+    """A stream whose transfer hangs, alone among all, its room, and its decode server."""
+    system.shared.transfer_s = LONG_S
+    stream, room = await begun(system)
+    system.shared.transfer_s = 0.0
+    decode = next(name for name, s in system.servers.items() if s.role == "decode" and s.bodies)
+    return stream, room, decode
+
+
 async def leave(stream: asyncio.Task[Any]) -> None:
     stream.cancel()
     await asyncio.wait({stream})
@@ -223,10 +232,7 @@ async def test_a_decode_server_whose_transfer_hangs_gets_none_where_another_is(
 ) -> None:
     """For TRANSFER_S behind the pair's end; then it is one like any other."""
     system = await sglangs()
-    system.shared.transfer_s = LONG_S
-    stream, room = await begun(system)
-    system.shared.transfer_s = 0.0
-    hung = next(name for name, s in system.servers.items() if s.role == "decode" and s.bodies)
+    stream, room, hung = await hanging(system)
     await leave(stream)
     await until_none_is_kept(system)
     assert room.aborted == {"prefill": False, "decode": False}
@@ -246,9 +252,7 @@ async def test_a_decode_server_whose_transfer_hangs_gets_none_where_another_is(
 
 async def test_the_only_decode_server_is_used_though_its_transfer_hangs(sglangs: Builder) -> None:
     system = await sglangs(one_decode)
-    system.shared.transfer_s = LONG_S
-    stream, _ = await begun(system)
-    system.shared.transfer_s = 0.0
+    stream, _, _ = await hanging(system)
     await leave(stream)
     await until_none_is_kept(system)
 
@@ -261,11 +265,8 @@ async def test_a_leg_lost_in_its_transfer_keeps_its_decode_server_off_at_once(
 ) -> None:
     """Prefill's death: decode keeps the pages of the transfer for TRANSFER_S."""
     system = await sglangs()
-    system.shared.transfer_s = LONG_S
-    stream, room = await begun(system)
-    system.shared.transfer_s = 0.0
+    stream, room, name = await hanging(system)
     other = {"d0": "d1", "d1": "d0"}
-    name = next(name for name, s in system.servers.items() if s.role == "decode" and s.bodies)
 
     room.legs["prefill"].connection.abort()
 
