@@ -339,3 +339,36 @@ async def test_a_prefill_server_with_other_weights_marks_what_it_begins(vllms: B
     mark, reason, _ = await begun(system)
 
     assert (mark, reason) == ("no", "weights")
+
+
+async def test_a_promised_stream_does_not_go_on_from_kv_of_other_weights(vllms: Builder) -> None:
+    """A prefill server, which has the prompt in its cache, turns out to differ while it runs."""
+    system = await vllms(
+        prepare=of_one_model,
+        backup={"mode": "local"},
+        policy={"name": "always_migrate"},
+        **TESTED,
+    )
+    right = {"agent-n0": region("d0", "right"), "agent-n1": region("d1", "right")}
+    for name, its in right.items():
+        system.agents[name].regions = [its]
+    await until_tested(system, "p0", "d0", "d1")
+    prompt = list(range(5, 45))
+    system.shared.prompt_tokens, system.shared.gate_at = len(prompt), 3
+    system.shared.gate = asyncio.Event()
+    request = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "stream": True}
+    asking = asyncio.create_task(system.ask(request))
+    await system.until_streams_hold(3)
+
+    system.agents["agent-n0"].regions = [region("p0", "other"), right["agent-n0"]]
+
+    async def is_known() -> bool:
+        return bool((await system.state())["instances"][0]["self_test"]["weights"] == "other")
+
+    await system.until(is_known)
+    system.shared.faults[4] = Fault.RESET
+    system.shared.gate.set()
+    _, body = await asking
+
+    (error,) = (event[6:] for event in events_of(body) if b'"error"' in event)
+    assert msgspec.json.decode(error)["error"]["code"] == "inexact"
