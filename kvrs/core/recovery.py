@@ -107,7 +107,8 @@ class RecoveryPolicy:
             case ev.LoadReported():
                 instances.reported(state, event, now_s)
             case ev.LinkMeasured():
-                state.view.link(event.source, event.target).measure(event.bytes_per_s)
+                link = state.view.link(event.source, event.target)
+                link.measure(event.bytes_per_s, event.mean_bytes_per_s)
             case ev.HolderUp():
                 kv_locations.agent_up(state, event)
             case ev.HolderLost():

@@ -1,9 +1,11 @@
+import msgspec
 import pytest
 
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound
+from tests.core.policy_harness import PolicyHarness
 
 A, B = NodeId("n0"), NodeId("n1")
 
@@ -22,9 +24,45 @@ def test_the_policy_is_told_what_a_link_carries_at_least() -> None:
 
     assert (
         event
-        == ev.LinkMeasured(A, B, lower_bound(measured))
-        == ev.LinkMeasured(A, B, 1e9 - 1e8 - 2e7)
+        == ev.LinkMeasured(A, B, lower_bound(measured), 1e9)
+        == ev.LinkMeasured(A, B, 1e9 - 1e8 - 2e7, 1e9)
     )
+
+
+def test_a_mean_that_moved_is_told_while_its_bound_stays() -> None:
+    """The mean predicts: samples that become even raise it and leave the bound where it was."""
+    links = LinkBounds()
+    links.measured(A, B, Measurement(1.0e9, 1e8, 0.0), now_s=1.0)
+
+    hardly = links.measured(A, B, Measurement(1.01e9, 1.1e8, 0.0), now_s=2.0)
+    moved = links.measured(A, B, Measurement(1.05e9, 1.5e8, 0.0), now_s=3.0)
+
+    assert (hardly, moved) == (None, ev.LinkMeasured(A, B, 0.9e9, 1.05e9))
+
+
+def test_a_link_keeps_the_mean_beside_the_rate_that_decides() -> None:
+    """Decisions count on the bound; a prediction needs the mean, and knows what share was left."""
+    harness = PolicyHarness()
+    harness.handle(ev.LinkMeasured(A, B, 6e8, 8e8))
+
+    link = harness.policy.state.view.link(A, B)
+
+    assert (link.bytes_per_s, link.mean_bytes_per_s, link.counted_share) == (6e8, 8e8, 0.75)
+    assert harness.policy.state.view.bytes_per_s(A, B) == 6e8
+
+
+def test_a_mean_that_is_not_known_is_the_rate_that_decides() -> None:
+    """Links that were not measured, and event logs written before the mean was, have none."""
+    harness = PolicyHarness()
+    harness.handle(ev.LinkMeasured(A, B, 6e8, 8e8))
+    line = b'{"kind":"LinkMeasured","source":"n0","target":"n1","bytes_per_s":5e8}'
+    harness.handle(msgspec.json.decode(line, type=ev.LinkMeasured))
+
+    measured, assumed = (harness.policy.state.view.link(A, node) for node in (B, NodeId("n2")))
+
+    for link in (measured, assumed):
+        assert (link.mean_bytes_per_s, link.counted_share) == (0.0, 1.0)
+    assert measured.bytes_per_s == 5e8
 
 
 def test_the_newest_measurement_counts_from_any_source() -> None:

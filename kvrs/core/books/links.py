@@ -1,4 +1,6 @@
-"""Lower bounds of the bandwidth between nodes, from the newest measurement of each link."""
+"""Lower bounds and means of the bandwidth between nodes, from the newest measurement of each
+link: the mean rate predicts, the lower bound decides.
+"""
 
 from dataclasses import dataclass
 
@@ -6,8 +8,8 @@ from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound
 
-# The least relative change of a bound that is reported: a bound decreases with the age of its
-# measurement, and smaller changes affect no decision.
+# The least relative change of a bound or a mean that is reported: a bound decreases with the age of
+# its measurement, and smaller changes affect no decision.
 _STEP = 0.02
 # Two reports of one measurement differ in its age by up to this time, because of message delays.
 _SAME_S = 0.5
@@ -16,7 +18,8 @@ _SAME_S = 0.5
 @dataclass(slots=True)
 class _Link:
     measured_s: float
-    reported_bytes_per_s: float = 0.0
+    bound_bytes_per_s: float = 0.0  # The bound that was reported last.
+    mean_bytes_per_s: float = 0.0  # The mean that was reported with it.
 
 
 class LinkBounds:
@@ -30,8 +33,8 @@ class LinkBounds:
     def measured(
         self, source: NodeId, target: NodeId, measured: Measurement, now_s: float
     ) -> ev.LinkMeasured | None:
-        """Note a measurement; return the event for the policy, or None if the bound has hardly
-        changed.
+        """Note a measurement; return the event for the policy, or None if bound and mean have
+        hardly changed.
         """
         measured_s = now_s - measured.age_s
         link = self._links.get((source, target))
@@ -40,8 +43,12 @@ class LinkBounds:
         elif measured_s < link.measured_s - _SAME_S:
             return None
         link.measured_s = max(link.measured_s, measured_s)
-        bound = lower_bound(measured)
-        if abs(bound - link.reported_bytes_per_s) <= _STEP * link.reported_bytes_per_s:
+        bound, mean = lower_bound(measured), measured.bytes_per_s
+        if not (_moved(link.bound_bytes_per_s, bound) or _moved(link.mean_bytes_per_s, mean)):
             return None
-        link.reported_bytes_per_s = bound
-        return ev.LinkMeasured(source, target, bound)
+        link.bound_bytes_per_s, link.mean_bytes_per_s = bound, mean
+        return ev.LinkMeasured(source, target, bound, mean)
+
+
+def _moved(reported: float, now: float) -> bool:
+    return abs(now - reported) > _STEP * reported

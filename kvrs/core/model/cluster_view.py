@@ -26,13 +26,20 @@ _place, _streams = attrgetter("place"), attrgetter("streams")
 
 @dataclass(slots=True, eq=False)
 class Link:
-    bytes_per_s: float
+    bytes_per_s: float  # Lower bound of the rate, on which decisions count; or the assumed rate.
     measured: bool = False
     in_flight_bytes: int = 0  # Bytes of this proxy's transfers that have not finished.
+    mean_bytes_per_s: float = 0.0  # Mean rate, which predicts; 0: not known.
 
-    def measure(self, bytes_per_s: float) -> None:
+    def measure(self, bytes_per_s: float, mean_bytes_per_s: float = 0.0) -> None:
         if bytes_per_s > 0:
             self.bytes_per_s, self.measured = bytes_per_s, True
+            self.mean_bytes_per_s = mean_bytes_per_s
+
+    @property
+    def counted_share(self) -> float:
+        """Share of the mean rate on which decisions count; 1 if the mean is not known."""
+        return self.bytes_per_s / self.mean_bytes_per_s if self.mean_bytes_per_s else 1.0
 
 
 class PrefillOrder:

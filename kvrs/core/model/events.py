@@ -174,7 +174,8 @@ class LoadReported(_Event, frozen=True):
 class LinkMeasured(_Event, frozen=True):
     source: NodeId
     target: NodeId
-    bytes_per_s: float
+    bytes_per_s: float  # Lower bound, on which decisions count.
+    mean_bytes_per_s: float = 0.0  # Mean rate, which predicts; 0: not known.
 
 
 class HolderUp(_Event, frozen=True):
