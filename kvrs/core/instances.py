@@ -75,6 +75,7 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     if changes_ranks(member, report, now_s):
         _re_form(state, member, event, now_s)
     member.told = report
+    member.note_steps(report)
     if not member.decodes:
         state.view.prefill_order.note_prompts(member, report.queued + report.running)
     else:

@@ -165,6 +165,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # Of a stock engine: path or name of the model that it has loaded, and its version.
     root: str = ""
     engine: str = ""
+    step_tokens: Natural = 0  # Most tokens that the engine computes in one step; 0: not reported.
 
     @property
     def name_keys(self) -> tuple[str, ...]:
@@ -330,6 +331,10 @@ class LoadReport(msgspec.Struct, frozen=True):
     total_pages: Natural = 0  # KV pages that the engine has; 0: not reported.
     # Questions of the watch that a stock engine fails now; engines of kvrs are not asked.
     failing: dict[WatchQuestion, FailedQuestion] = {}
+    step_s: Seconds = 0.0  # Time of a recent step without prompts; 0: not reported.
+    # Time of recent steps with prompts over that of the declared prefill table, with the present
+    # ranks; None: not reported.
+    slowness: Factor | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

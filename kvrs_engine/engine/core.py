@@ -34,6 +34,7 @@ from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.scheduler import BatchScheduler
 from kvrs_engine.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase, pages_for
 from kvrs_engine.scheduling.sources import PullSource, next_source
+from kvrs_engine.scheduling.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,7 @@ class EngineCore(RunCore):
         self.scheduler = scheduler
         self.pages = pages
         self.prefill = prefill
+        self.step_times = StepTimes(prefill)
         self._lease_s = lease_s
         self.admission_wait = AdmissionWaitEstimator()
         self._fetcher = fetcher
@@ -244,6 +246,7 @@ class EngineCore(RunCore):
         self._take(flight.batch, outputs)
         # Let outputs reach their sockets before the next batch occupies the interpreter.
         await asyncio.sleep(0)
+        self.step_times.note((chunk for _, chunk in flight.batch), self._clock() - flight.began_s)
 
     def _wait_for_ranks(self) -> None:
         for hook in self.hooks:

@@ -309,6 +309,8 @@ class EngineInstance(ServedInstance):
             batches_in_flight=self.core.batches_in_flight,
             speculation=self._speculation(),
             progress=self.core.computed_tokens,
+            step_s=self.core.step_times.step_s,
+            slowness=self.core.step_times.slowness,
             **self._of_replicas(),
             **({} if self._reports is None else self._reports.facts()),
         )

@@ -54,6 +54,7 @@ class RankReports:
         }
         if self._factors is None or self._factors[0] != layout.number:
             self._factors = layout.number, self._ranks.factors(layout)
+            self._core.step_times.prefill_factor = self._factors[1][1]
         facts["decode_factor"], facts["prefill_factor"] = self._factors[1]
         facts["experts"] = self._experts(layout)
         facts |= {"rank_deaths": ranks.deaths, "stages": self._stages()}

@@ -170,4 +170,5 @@ class ServedInstance(ABC):
                 covered_tokens=prefill.covered_to_tokens,
             ),
             gpus=gpus,
+            step_tokens=self._place.config.cluster.engine.max_batch_tokens,
         )

@@ -25,6 +25,7 @@ from kvrs_engine.scheduling.fair_queue import order
 from kvrs_engine.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs_engine.scheduling.replicas import ReplicaBook
 from kvrs_engine.scheduling.sequences import Sequence
+from kvrs_engine.scheduling.step_times import StepTimes
 from kvrs_lab.sim.calls import (
     Answer,
     Asker,
@@ -92,6 +93,7 @@ class SimEngine(ComputingInstance):
             lambda sequence, index: self.received(sequence.pages[index], sequence.tags[index]),
         )
         self.places = AdmissionWaitEstimator()
+        self.step_times = StepTimes(self._pace.queued_prefill)
         self.meter = LinkMeter(PROBE_BYTES)
         self.loop = SimLoop(lambda: self.clock.now_s, self.later)  # type: ignore[abstract]
         self.checkpoint_sender = SimCheckpointSender(self, self._site, self.loop)
@@ -244,6 +246,7 @@ class SimEngine(ComputingInstance):
                 table.label, table.step_tokens, list(table.seconds), table.covered_to_tokens
             ),
             gpus=[str(self.id)],
+            step_tokens=self.settings.max_batch_tokens,
         )
         return self.declares(info)
 
@@ -272,6 +275,8 @@ class SimEngine(ComputingInstance):
             prefill_factor=paces[1],
             speculation=None if self.drafts is None else self.drafts.report(),
             replicas=dict(self.replicas.changed()),
+            step_s=self.step_times.step_s,
+            slowness=self.step_times.slowness,
         )
 
     def renew(self, streams: Iterable[StreamId]) -> list[StreamId]:
@@ -316,19 +321,23 @@ class SimEngine(ComputingInstance):
         chunks = [chunk for _, chunk in batch]
         seconds = self._pace.pace.batch_s(chunks, len(members), steady.context_tokens)
         seconds *= self.slow_factor
+        done = partial(self._complete, batch, self.clock.now_s)
         if self.ranks is None:
-            self.later(seconds, self._complete, batch)
+            self.later(seconds, done)
         else:
-            self.ranks.compute(batch, seconds, partial(self._complete, batch))
+            if isinstance(self.ranks, SimRanks):
+                self.step_times.prefill_factor = self.ranks.factors[1]
+            self.ranks.compute(batch, seconds, done)
         return True
 
-    def _complete(self, batch: Batch) -> None:
+    def _complete(self, batch: Batch, began_s: float) -> None:
         if self.hangs:
-            self.later(_HANGS_LOOK_S, lambda: self._complete(batch))
+            self.later(_HANGS_LOOK_S, lambda: self._complete(batch, began_s))
             return
         flights = [each for each in self.flights if each is not batch]
         if len(flights) == len(self.flights):
             return  # The batch was abandoned.
+        self.step_times.note((chunk for _, chunk in batch), self.clock.now_s - began_s)
         steady = self.steady
         if steady.members and not steady.keeps_order():
             steady.stop(batch)

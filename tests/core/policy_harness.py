@@ -72,7 +72,8 @@ def instance_up(
     if "names" in changes:
         changes["names"] = ModelNames(changes["names"])
     of_event = {key: changes.pop(key) for key in OF_EVENT if key in changes}
-    return ev.InstanceUp(msgspec.structs.replace(info, **changes), prefill, **of_event)
+    info = msgspec.structs.replace(info, prefill=PREFILL, **changes)
+    return ev.InstanceUp(info, prefill, **of_event)
 
 
 def member(name: str, **changes: Any) -> Member:

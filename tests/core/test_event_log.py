@@ -75,6 +75,7 @@ ups = st.builds(
     tokens=st.text(),
     computes_prompts=st.booleans(),
     max_model_len=st.integers(0, 1 << 24),
+    step_tokens=st.integers(0, 1 << 24),
 )
 counts = st.dictionaries(st.text(), st.integers())
 produced = {"produced_tokens": counts}
@@ -101,6 +102,8 @@ reports = st.builds(
     reforming=st.none() | reformings,
     full_degree=naturals,
     names=st.none() | st.just(ModelNames(("tiny",))),
+    step_s=seconds,
+    slowness=st.none() | st.floats(1e-9, 1e9),
 )
 mappings: dict[Any, dict[str, Any]] = {
     ev.InstanceLost: produced,
@@ -317,7 +320,7 @@ GOOD = event_line(
             GOOD.replace("InstanceUp", "InstanceDown"),
             "Invalid value 'InstanceDown' - at `$.event.kind`",
         ),
-        (GOOD.replace('"step_tokens": 1', '"step_tokens": 0'), "prefill.step_tokens"),
+        (GOOD.replace('"step_tokens": 1,', '"step_tokens": 0,'), "prefill.step_tokens"),
         (GOOD.replace('"rows": [[0, 1]', '"rows": [[0, 1, 2]'), "rows of different lengths"),
         (GOOD.replace('"seconds": [0, 1]', '"seconds": [0]'), "prefill.seconds"),
         (GOOD.replace('"role": "decode"', '"role": "dancer"'), "role"),

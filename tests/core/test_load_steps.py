@@ -1,12 +1,17 @@
 """Which load reports the policy is told of: fewer lines of the event log, and no other decision."""
 
+from dataclasses import replace
+from typing import Any
+
+import msgspec
 import pytest
 
+from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
-from tests.core.policy_harness import PolicyHarness, instance_up, load, member
+from tests.core.policy_harness import TABLE, PolicyHarness, instance_up, load, member
 
 
 def report(delay_s: float, epoch: int = 1) -> LoadReport:
@@ -96,3 +101,111 @@ def test_a_short_queue_that_grows_by_5_ms_is_no_news(step_s: float, *, is_news: 
     assert is_told(there, report(0.001))
 
     assert is_told(there, report(0.001 + step_s)) is is_news
+
+
+def steps(step_s: float, slowness: float | None = None) -> LoadReport:
+    return LoadReport(1, 0, 0, 0, 0.0, [], step_s=step_s, slowness=slowness)
+
+
+@pytest.mark.parametrize(
+    ("later", "is_news"),
+    [
+        (steps(0.0218), False),
+        (steps(0.0182, 2.0), False),
+        (steps(0.0225, 2.0), True),
+        (steps(0.0, 2.0), True),
+        (steps(0.02, 2.15), False),
+        (steps(0.02, 1.7), True),
+        (steps(0.02, None), False),
+    ],
+)
+def test_times_of_steps_are_news_if_they_moved_by_a_tenth(
+    later: LoadReport, *, is_news: bool
+) -> None:
+    """Each step takes another time, which is no reason for a line of the event log."""
+    harness = PolicyHarness("d0")
+    harness.handle(load("d0", step_s=0.02, slowness=2.0))
+
+    assert changes(harness, later) is is_news
+
+
+def test_a_slow_drift_of_the_times_is_not_missed() -> None:
+    """They are compared with what counts, also where other news brought later ones."""
+    harness = PolicyHarness("d0")
+
+    for slowness in (1.0, 1.04, 1.08):
+        harness.handle(load("d0", slowness=slowness))
+
+    assert not changes(harness, steps(0.0, 1.08))
+    assert changes(harness, steps(0.0, 1.12))
+
+
+def test_a_table_is_scaled_by_the_times_of_steps() -> None:
+    """And by what the present ranks take, which an instance does not count as slowness."""
+    harness = PolicyHarness("d0")
+    there = harness.policy.members[InstanceId("d0")]
+
+    harness.handle(load("d0", slowness=2.0))
+    before = there.prefill.seconds_for(200)
+    there.set_pace(1.0, 3.0, 0.0)
+
+    assert (before, there.prefill.seconds_for(200)) == pytest.approx((0.4, 1.2))
+    assert there.full_prefill == TABLE
+
+
+def test_a_table_is_made_anew_only_if_the_times_of_steps_moved() -> None:
+    """Not at each report."""
+    harness = PolicyHarness("d0")
+    there = harness.policy.members[InstanceId("d0")]
+    harness.handle(load("d0", slowness=2.0))
+    made = there.prefill
+
+    harness.handle(load("d0", 0.5, slowness=2.1))
+
+    assert there.prefill is made
+    assert there.slowness == 2.0
+
+
+@pytest.mark.parametrize("table", [{"label": "another"}, {"is_guess": True}])
+def test_the_slowness_of_a_declared_table_scales_no_other_one(table: dict[str, Any]) -> None:
+    """A table that the settings name is not what the instance compares with, and a guess is scaled
+    by what the proxy sees.
+    """
+    harness = PolicyHarness()
+    harness.handle(instance_up("d0", prefill=replace(TABLE, **table)))
+    there = harness.policy.members[InstanceId("d0")]
+
+    harness.handle(load("d0", slowness=2.0))
+
+    assert there.prefill.seconds_for(200) == TABLE.seconds_for(200)
+    assert not changes(harness, steps(0.0, 4.0))
+
+
+def test_a_decode_step_takes_what_is_reported() -> None:
+    """Until then the overhead of a step by the table, which is scaled, too."""
+    harness = PolicyHarness()
+    table = replace(TABLE, seconds=[0.01, 0.1])
+    harness.handle(instance_up("d0", prefill=table))
+    there = harness.policy.members[InstanceId("d0")]
+
+    known = [there.step_s]
+    for reported in (steps(0.0, 3.0), steps(0.05)):
+        harness.handle(ev.LoadReported(there.id, reported))
+        known.append(there.step_s)
+
+    assert known == pytest.approx([0.01, 0.03, 0.05])
+
+
+def test_an_older_instance_reports_no_times_of_steps() -> None:
+    """The fields are left out on the wire, and the policy keeps what it has."""
+    harness = PolicyHarness("d0")
+    there = harness.policy.members[InstanceId("d0")]
+    found = msgspec.json.decode(
+        b'{"epoch":1,"queued":0,"running":0,"free_pages":9,"queue_delay_s":0,"links":[]}',
+        type=LoadReport,
+    )
+
+    harness.handle(ev.LoadReported(InstanceId("d0"), found))
+
+    assert (found.step_s, found.slowness, there.slowness) == (0.0, None, 1.0)
+    assert there.prefill is there.full_prefill

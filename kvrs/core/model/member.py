@@ -46,6 +46,7 @@ _LONGEST_BUSY_S = 2.0
 TRANSFER_S = 30.0
 _TRY_S = 0.5  # After a busy pause, one attempt goes first; others wait this long for its answer.
 _JITTER = 0.25
+_TIME_STEP = 0.1  # Smaller relative differences of times change no decision.
 
 
 def fraction(*of: object) -> float:
@@ -257,6 +258,9 @@ class Member:
     is_drained: bool = False
     slower_token_s: float = 0.0  # Additional time per token after a loss of ranks.
     prefill_factor: float = 1.0  # Factor of the prefill table after a loss of ranks.
+    reported_step_s: float = 0.0  # Time of a decode step, by the last report; 0: not reported.
+    # Factor of the prefill table by the times of the instance's own steps.
+    slowness: float = 1.0
     answers: AnswerHealth = field(default_factory=AnswerHealth)
     # The fields from `epoch` to `names` are copied from `info`, because every decision uses them.
     epoch: int = 0
@@ -467,8 +471,32 @@ class Member:
     def set_table(self, table: PrefillTable) -> None:
         """Set the prefill table that holds with all ranks."""
         self.prefill = self.full_prefill = table
-        if self.prefill_factor != 1.0:
-            self.prefill = table.scaled(self.prefill_factor)
+        if (factor := self.prefill_factor * self.slowness) != 1.0:
+            self.prefill = table.scaled(factor)
+
+    @property
+    def step_s(self) -> float:
+        """The time of a decode step: the reported one, else the overhead of a step by the table."""
+        return self.reported_step_s or self.prefill.step_overhead_s
+
+    def note_steps(self, report: LoadReport) -> None:
+        """Note the reported times of steps."""
+        self.reported_step_s = report.step_s
+        if report.slowness is not None and self._has_other_slowness(report):
+            self.slowness = report.slowness
+            self.set_table(self.full_prefill)
+
+    def has_other_steps(self, report: LoadReport) -> bool:
+        """Return whether the reported times of steps differ enough to change a decision."""
+        return _has_moved(report.step_s, self.reported_step_s) or self._has_other_slowness(report)
+
+    def _has_other_slowness(self, report: LoadReport) -> bool:
+        # The slowness is that of the declared table. It is not that of a table that the settings
+        # name instead, and a guess has a scale of its own (`books/prefill_scale.py`).
+        if report.slowness is None or self.guess is not None:
+            return False
+        is_declared = self.full_prefill.label == self.info.prefill.label
+        return is_declared and _has_moved(report.slowness, self.slowness)
 
     def takes_from(self, prefill: "Member") -> bool:
         """Return whether `prefill` can hand off to this instance. A server that cannot pull pages
@@ -499,6 +527,10 @@ class Member:
         if promise is Promise.SAMPLED:
             return self.tokens == tokens and not tokens.endswith(":")
         return self.tokens.split(":")[0] == tokens.split(":")[0] != GOES_ON_NOWHERE
+
+
+def _has_moved(now: float, before: float) -> bool:
+    return abs(now - before) > _TIME_STEP * before
 
 
 def _can_fence(info: InstanceInfo) -> bool:

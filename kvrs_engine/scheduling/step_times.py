@@ -1,0 +1,58 @@
+"""Step times of an engine, measured for its load reports.
+
+`step_s` is the median time of the last steps without prompts. `slowness` is the median, over the
+last steps in which prompts take at least half of the time, of that time over
+
+    h + sum(T(new given computed) - h)
+
+by the prefill table T with the overhead h of a step, and over the factor of the present ranks. So
+decodes beside the prompts and a machine that is slower than the table both count. Medians leave out
+single steps: the first ones after a start, and those in which the process was stopped.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+from kvrs.profiles.tables import PrefillTable
+from kvrs_engine.scheduling.sequences import Chunk
+
+ENOUGH = 3  # Fewer steps are not reported.
+MOST = 100.0  # The slowness is in [1 / MOST, MOST].
+_STEPS = 9  # Steps of each kind that count.
+
+
+class StepTimes:
+    """Notes each step in time that grows with its chunks; only a report sorts."""
+
+    def __init__(self, prefill: PrefillTable) -> None:
+        """`prefill`: the table of prompts that share steps."""
+        self.prefill_factor = 1.0  # Time of prefill with the present ranks, over that with all.
+        self._prefill = prefill
+        self._decodes: deque[float] = deque(maxlen=_STEPS)
+        self._prompts: deque[float] = deque(maxlen=_STEPS)
+
+    def note(self, chunks: Iterable[Chunk], took_s: float) -> None:
+        """Note a step; decodes need not be among the chunks."""
+        overhead_s, prompts_s, has_prompts = self._prefill.step_overhead_s, 0.0, False
+        for chunk in chunks:
+            tokens = len(chunk.token_ids)
+            if tokens - chunk.drafts > 1:
+                has_prompts = True
+                prompts_s += self._prefill.extra(chunk.first_position, tokens) - overhead_s
+        if not has_prompts:
+            self._decodes.append(took_s)
+        elif prompts_s >= overhead_s and prompts_s > 0:
+            self._prompts.append(took_s / ((overhead_s + prompts_s) * self.prefill_factor))
+
+    @property
+    def step_s(self) -> float:
+        """Return the time of a step without prompts; 0: not known."""
+        return median(self._decodes) if len(self._decodes) >= ENOUGH else 0.0
+
+    @property
+    def slowness(self) -> float | None:
+        """Return the time of steps with prompts over that of the table; None: not known."""
+        if len(self._prompts) < ENOUGH:
+            return None
+        return min(MOST, max(1 / MOST, median(self._prompts)))

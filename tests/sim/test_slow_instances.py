@@ -1,0 +1,40 @@
+"""Simulated instances that take longer for each step than their profile says."""
+
+import pytest
+
+from kvrs.core.event_log import rerun
+from kvrs.core.model.member import Member
+from kvrs.ids import InstanceId
+from kvrs_lab.sim.streams import Arrival
+from kvrs_lab.sim.world import World
+from tests.sim.test_prefix_hits import config
+
+FACTOR = 2.2
+
+
+def members_of(factor: float) -> dict[InstanceId, Member]:
+    """The instances as a proxy knows them after a load; its log leads to the same."""
+    arrivals = [Arrival(at / 2, [10 + at] * 2_000, 40) for at in range(1, 9)]
+    world = World(config(1), arrivals, [], seed=1, keep_log=True)
+    for engine in world.cluster.engines.values():
+        engine.slow_factor = factor
+    assert world.run_before(4.5)
+    proxy = world.cluster.proxies[0]
+    assert proxy.log is not None
+    assert rerun(proxy.log).difference is None
+    return dict(proxy.control.policy.members)
+
+
+def test_a_proxy_knows_that_an_instance_is_slower_than_its_profile() -> None:
+    """Steps with prompts at the one that prefills, and without at the one that decodes; a known
+    pace of 1.0 shows that these are no other cause's.
+    """
+    as_profiled, slower = members_of(1.0), members_of(FACTOR)
+
+    prefill, decode = InstanceId("p0"), InstanceId("d0")
+    assert as_profiled[prefill].slowness == 1.0
+    assert slower[prefill].slowness == pytest.approx(FACTOR, rel=0.1)
+    times_s = [each[prefill].prefill.seconds_for(2_000) for each in (as_profiled, slower)]
+    assert times_s[1] == pytest.approx(FACTOR * times_s[0], rel=0.1)
+    assert as_profiled[decode].step_s > as_profiled[decode].prefill.step_overhead_s
+    assert slower[decode].step_s == pytest.approx(FACTOR * as_profiled[decode].step_s, rel=0.15)
