@@ -66,6 +66,7 @@ class State:
     load: float
     is_of_few: bool = False  # One to three victims.
     is_stock: bool = False
+    slowness: float = 1.0  # Time of each step over that of the profile, which proxies are told.
 
     @classmethod
     def drawn(cls, number: int) -> "State":
@@ -123,8 +124,10 @@ class State:
         ]
         before += _kill(VICTIM, 1e6)  # The world looks for faults as long as one is pending.
         world = World(self.config, arrivals, before, seed=self.number, reload_s=3.0, probes=True)
-        for engine in world.cluster.engines.values() if self.is_stock else ():
-            engine.declares = _stock
+        for engine in world.cluster.engines.values():
+            if self.is_stock:
+                engine.declares = _stock
+            engine.pace_factor = self.slowness
         return world
 
 
@@ -147,7 +150,7 @@ STOCK_STATES = tuple(
 @dataclass(frozen=True, slots=True)
 class Future:
     """How a state goes on: by a policy, or by `auto` with an option forced for all or one victim
-    that has it.
+    that has it, or with factors of its options' estimates.
     """
 
     name: str
@@ -155,6 +158,7 @@ class Future:
     forced: Option | None = None
     alone: str = ""  # The only victim for which it is forced; the others go as `chosen` says.
     chosen: Mapping[str, Option] = field(default_factory=dict)
+    factors: Mapping[Option, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -198,8 +202,11 @@ class _Forced(Auto):
         self._stream = ""
 
     def weigh(self, state: Any, stream: Any, targets: Any, now_s: float) -> Any:
-        self._stream = stream.id
-        return super().weigh(state, stream, targets, now_s)
+        self._stream, factors = stream.id, self._future.factors
+        return [
+            msgspec.structs.replace(each, total_s=each.total_s * factors.get(each.option, 1.0))
+            for each in super().weigh(state, stream, targets, now_s)
+        ]
 
     def choose_sparing(
         self, estimates: Sequence[Estimate], budget_s: float | None, others: float
@@ -224,20 +231,28 @@ def futures_of(state: State) -> list[Future]:
     ]
 
 
+def before_kill(state: State) -> tuple[World, float]:
+    """Return a state's world a moment before its kill, and the time of the kill. Raises
+    LookupError: there were so many victims at no moment.
+    """
+    world, kill_s = state.world(), KILL_S
+    while world.run_before(kill_s - 0.002) and kill_s <= LATEST_KILL_S:
+        count = sum(map(_is_victim, _streams(world)))
+        if 1 <= count <= 3 if state.is_of_few else count >= 4:
+            return world, kill_s
+        kill_s += _LOOK_S
+    raise LookupError(state.number)
+
+
 def observe(state: State) -> tuple[float, list[Observed]]:
     """Return the time of the kill in a state, and what its futures came to; `auto` first. Without
     any future there were so many victims at no moment.
     """
-    world, kill_s = state.world(), KILL_S
-    while True:
-        if not world.run_before(kill_s - 0.002):
-            return kill_s, []
-        count = sum(map(_is_victim, _streams(world)))
-        if 1 <= count <= 3 if state.is_of_few else count >= 4:
-            break
-        if (kill_s := kill_s + _LOOK_S) > LATEST_KILL_S:
-            return kill_s, []
-    found = list(_observed(world, state, kill_s, futures_of(state)))
+    try:
+        world, kill_s = before_kill(state)
+    except LookupError:
+        return LATEST_KILL_S, []
+    found = list(observed(world, state, kill_s, futures_of(state)))
     auto, rng = found[0], random.Random(f"decisions/{state.number}/victims")
     chosen = {victim.stream: Option(victim.option) for victim in auto.victims}
     moved = rng.sample(auto.victims, min(MOVED_ALONE, len(auto.victims)))
@@ -247,7 +262,7 @@ def observe(state: State) -> tuple[float, list[Observed]]:
         for tried in victim.tried
         if tried != victim.option
     ]
-    return kill_s, [*found, *_observed(world, state, kill_s, alone)]
+    return kill_s, [*found, *observed(world, state, kill_s, alone)]
 
 
 def as_row(state: State, kill_s: float, observed: Sequence[Observed]) -> dict[str, Any]:
@@ -261,16 +276,17 @@ def as_row(state: State, kill_s: float, observed: Sequence[Observed]) -> dict[st
     }
 
 
-def _observed(
+def observed(
     world: World, state: State, kill_s: float, futures: Sequence[Future]
 ) -> Iterator[Observed]:
+    """Yield what each future of the world came to, in a process of its own."""
     return in_children([partial(_go_on, world, state, kill_s, each) for each in futures])
 
 
 def _go_on(world: World, state: State, kill_s: float, future: Future) -> Observed:
     config = state.config
     policy = config.policy.model_copy(update={"name": future.policy})
-    if future.forced is not None:
+    if future.forced is not None or future.factors:
         rules: Any = BY_NAME  # Of this child alone.
         rules[PolicyName.AUTO] = _Forced(future)
     before = {id(each) for proxy in world.cluster.proxies for each in proxy.recovered}
@@ -305,7 +321,8 @@ def _victims(
         real_s = None if row.resumed_s is None else row.resumed_s - row.at_s
         tried = sorted({each.option.value for each in row.action.estimates})
         action = row.action
-        found.append(Victim(name, action.option.value, pause_s, action.predicted_s, real_s, tried))
+        predicted_s = action.predicted_s if row.settled is None else row.settled.predicted_s
+        found.append(Victim(name, action.option.value, pause_s, predicted_s, real_s, tried))
     return found
 
 

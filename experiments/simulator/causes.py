@@ -42,6 +42,9 @@ class Inputs:
     rates: dict[Ends, float]
     traffic: dict[Ends, int]  # Bytes in flight.
     queues: dict[str, float]
+    waits: dict[str, float]  # Of a history in the queues.
+    steps: dict[str, float]  # Times of decode steps.
+    streams: dict[str, int]
     tables: dict[str, PrefillTable]
     pages: dict[str, int]  # That instances and agents hold of the history.
     moves_kv: dict[str, bool]  # As self-tests have seen it.
@@ -112,6 +115,9 @@ class Situation:
             {ends: link.bytes_per_s / scale for ends, link in links.items()},
             {ends: round(link.in_flight_bytes / scale) for ends, link in links.items()},
             {place: member.queue_s for place, member in self.members.items()},
+            {place: member.ahead_s for place, member in self.members.items()},
+            {place: member.step_s for place, member in self.members.items()},
+            {place: member.streams for place, member in self.members.items()},
             {place: member.prefill for place, member in self.members.items()},
             pages | stored,
             {place: member.moves_kv for place, member in self.members.items()},
@@ -164,9 +170,15 @@ class Situation:
             yield
 
     @contextmanager
-    def with_members(self, what: str, values: Mapping[str, Any]) -> Iterator[None]:
-        placed = self.members.items()
-        with _set([(each, what, values[place]) for place, each in placed if place in values]):
+    def with_members(self, **changes: Mapping[str, Any]) -> Iterator[None]:
+        with _set(
+            [
+                (each, what, values[place])
+                for what, values in changes.items()
+                for place, each in self.members.items()
+                if place in values
+            ]
+        ):
             yield
 
     @contextmanager
@@ -187,8 +199,7 @@ class Situation:
 
     @contextmanager
     def with_self_tests(self, other: Inputs) -> Iterator[None]:
-        moving = self.with_members("moves_kv", other.moves_kv)
-        with moving, self.with_members("restores", other.restores):
+        with self.with_members(moves_kv=other.moves_kv, restores=other.restores):
             yield
 
     @contextmanager
@@ -226,8 +237,9 @@ _REPLACED: Mapping[str, Callable[[Situation, Inputs], Any]] = {
     "history": Situation.with_history,
     "rates of links": lambda at, other: at.with_links("bytes_per_s", other.rates),
     "bytes in flight": lambda at, other: at.with_links("in_flight_bytes", other.traffic),
-    "queues": lambda at, other: at.with_members("queue_s", other.queues),
-    "prefill tables": lambda at, other: at.with_members("prefill", other.tables),
+    "queues": lambda at, other: at.with_members(queue_s=other.queues, ahead_s=other.waits),
+    "steps": lambda at, other: at.with_members(step_s=other.steps, streams=other.streams),
+    "prefill tables": lambda at, other: at.with_members(prefill=other.tables),
     "pages held": Situation.with_pages,
     "self-tests": Situation.with_self_tests,
     "options tried": Situation.with_removed,
@@ -350,6 +362,7 @@ _MEASURED = {
     "rates of links": Measured("MB/s", lambda one: _times(1e-6, _between_nodes(one.rates))),
     "bytes in flight": Measured("MB", lambda one: _times(1e-6, one.traffic)),
     "queues": Measured("ms", lambda one: _times(1e3, one.queues)),
+    "steps": Measured("ms", lambda one: _times(1e3, one.steps)),
     "pages held": Measured("pages", lambda one: one.pages, 0.0),
     "slots": Measured("ms", lambda one: _times(1e3, one.slot_waits)),
     "corrections": Measured("%", lambda one: _times(100.0, one.factors), 100.0),

@@ -26,7 +26,8 @@ _MOST_RESTORED = 1000  # Restores whose count is awaited; the count of an older 
 
 
 def begin(state: State, now_s: float) -> None:
-    """Update the options' learned factors to `now_s`."""
+    """Prepare the decisions of an event: learned factors, and the instances' work."""
+    state.view.look_ahead()
     if not state.corrections.learned:
         return
     state.factors.clear()
@@ -229,6 +230,10 @@ def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> ac
     """Learn from a recovery that has brought a token; return its record."""
     attempt, chosen = stream.attempt, decision.chosen
     real_s = now_s - attempt.started_s
+    raw_s, predicted_s = chosen.raw_s, chosen.next_token_s
+    if attempt.predicted_s is not None:
+        raw_s = attempt.predicted_s
+        predicted_s = raw_s * state.factors.get(chosen.option, 1.0)
     # A replay is chosen for exactness, so faster options are no cause for regret.
     others = (each for each in decision.estimates if each is not chosen)
     best_other_s = min(
@@ -245,13 +250,13 @@ def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> ac
     if as_predicted and plan is not None and plan.asked and chosen.option is Option.RESTORE:
         _await_count(state, stream, decision, plan, real_s)
     elif as_predicted and _rule(state).learns:
-        state.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
+        state.corrections.observe(chosen.option, raw_s, real_s, now_s)
     return act.Settled(
         stream.id,
         attempt.number,
         chosen.option,
-        chosen.raw_s,
-        chosen.next_token_s,
+        raw_s,
+        predicted_s,
         real_s,
         regret_s=real_s + chosen.lookahead_s - best_other_s,
     )

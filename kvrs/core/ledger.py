@@ -6,7 +6,7 @@ from kvrs.core import checkpoints, kv_locations, outliers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Link, agent_of
-from kvrs.core.model.estimates import Option
+from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import MOVES, Stage
 from kvrs.core.model.member import Member, is_one_call
 from kvrs.core.model.streams import AttemptState, Decision, StayDeadline, Stream
@@ -14,6 +14,7 @@ from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
 _IDLE = (Stage.WAITING, Stage.QUEUED)
+_WHOLE = (Option.START, Option.RECOMPUTE)  # The options that compute all of a prompt or history.
 
 
 def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
@@ -37,10 +38,10 @@ def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_
         decision,
         decodes_on=decode,
         booked_on=runs_on,
-        booked_s=chosen.compute_s,
+        booked_s=_added_s(stream, runs_on, chosen),
+        is_history=not (is_start := chosen.option is Option.START),
     )
-    view.prefill_order.book(runs_on, chosen.compute_s)
-    is_start = chosen.option is Option.START
+    view.prefill_order.book(runs_on, attempt.booked_s, now_s, is_history=attempt.is_history)
     if stream.prefix.hashes and (is_start or runs_on is not decode):
         view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
         if decode.has_tier and decode is not runs_on:
@@ -59,6 +60,22 @@ def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_
     if runs_on is not decode and is_one_call(decode, runs_on.id):
         # The single call of both stages, or one of two calls, goes to decode, and is lost with it.
         decode.running.add(stream.id)
+
+
+def _added_s(stream: Stream, runs_on: Member, chosen: Estimate) -> float:
+    """Return how much longer the instance computes because of an attempt: its work shares steps
+    with the other work there, so it adds the part of a step's overhead that its tokens fill.
+    """
+    overhead_s, tokens = runs_on.prefill.step_overhead_s, 0
+    if chosen.option in _WHOLE:
+        tokens = stream.history_tokens - chosen.cached_tokens
+    elsewhere = 1.0 - min(1.0, tokens / runs_on.step_tokens)
+    return max(0.0, chosen.compute_s - elsewhere * overhead_s)
+
+
+def foretell(stream: Stream, seconds: float) -> None:
+    """Note when the attempt that has begun is predicted to bring a token."""
+    stream.attempt.predicted_s = seconds
 
 
 def hand_off(state: State, stream: Stream, plan: act.Plan, prefill: Member, decode: Member) -> None:
@@ -149,7 +166,9 @@ def settle_bookings(state: State, stream: Stream) -> None:
     """Remove the attempt's bookings: its work is done and its bytes have arrived, or it is over."""
     attempt = stream.attempt
     if attempt.booked_on is not None:
-        state.view.prefill_order.unbook(attempt.booked_on, attempt.booked_s)
+        state.view.prefill_order.unbook(
+            attempt.booked_on, attempt.booked_s, state.view.now_s, is_history=attempt.is_history
+        )
         attempt.booked_on = None
     for link, size_bytes in attempt.links:
         link.in_flight_bytes -= size_bytes

@@ -16,7 +16,7 @@ from typing import Any, assert_never
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import Handoff, PolicySettings, Route, SloSettings
-from kvrs.core import decisions, instances, kv_locations, starter, steps
+from kvrs.core import decisions, instances, kv_locations, starter, steps, together
 from kvrs.core.checkpoints import protection
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -70,6 +70,8 @@ class RecoveryPolicy:
         """Apply one event; return the actions to perform, in order."""
         state = self.state
         state.view.now_s = now_s
+        if state.begun:
+            together.predict(state)
         if isinstance(event, ev.OfStream):
             stream = self.streams.get(event.stream)
             if stream is None:

@@ -268,6 +268,7 @@ def _note_recovery(state: State, stream: Stream, decision: Decision) -> None:
     recovery, chosen = stream.recovery, decision.chosen
     if recovery.slot_expired:
         recovery.note_start()
+    state.begun.append((stream, stream.attempt.number))
     state.actions.append(
         act.Recovered(
             stream.id,

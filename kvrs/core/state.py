@@ -102,6 +102,9 @@ class State:
     # Written by `starter.py`. Waiting victims of losses, which are decided together at the end of a
     # short pause.
     gathered: dict[StreamId, Stream] = field(default_factory=dict)
+    # Recoveries that the last event has begun, with the numbers of their attempts: their times are
+    # predicted together before the next event.
+    begun: list[tuple[Stream, int]] = field(default_factory=list)
     # New streams without room at the decode instances that compute their prompts.
     held_back: dict[StreamId, Stream] = field(default_factory=dict)
     roles_seen: set[Role] = field(default_factory=set)  # Roles that have had an instance.

@@ -57,6 +57,8 @@ class Capability(StrEnum):
     # Continues text, stop strings, usage and sampling behind `kvrs.prompt_tokens`.
     EXACT_RESUME = "exact_resume"
     REPLAY = "replay"  # Generates the tokens of `REPLAY_KEY` again before new tokens.
+    # Computes histories of recoveries before new prompts, four tokens to one.
+    FAIR_QUEUE = "fair_queue"
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability | None":

@@ -1,13 +1,14 @@
 """Step times of an engine, measured for its load reports.
 
-`step_s` is the median time of the last steps without prompts. `slowness` is the median, over the
-last steps in which prompts take at least half of the time, of that time over
+`step_s` is the median time d of the last steps without prompts. `slowness` is the median s of the
+last steps in which prompts take at least half of the time. With the prefill table T, the overhead h
+of a step and the factor of the present ranks f, such a step takes
 
-    h + sum(T(new given computed) - h)
+    max(d, s * f * h) + s * f * sum(T(new given computed) - h)
 
-by the prefill table T with the overhead h of a step, and over the factor of the present ranks. So
-decodes beside the prompts and a machine that is slower than the table both count. Medians leave out
-single steps: the first ones after a start, and those in which the process was stopped.
+So decodes beside the prompts do not count, and a machine that is slower than the table does.
+Medians leave out single steps: the first ones after a start, and those in which the process was
+stopped.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ _STEPS = 9  # Steps of each kind that count.
 
 
 class StepTimes:
-    """Notes each step in time that grows with its chunks; only a report sorts."""
+    """Notes each step in time that grows with its chunks; reports and steps with prompts sort."""
 
     def __init__(self, prefill: PrefillTable) -> None:
         """`prefill`: the table of prompts that share steps."""
@@ -43,7 +44,11 @@ class StepTimes:
         if not has_prompts:
             self._decodes.append(took_s)
         elif prompts_s >= overhead_s and prompts_s > 0:
-            self._prompts.append(took_s / ((overhead_s + prompts_s) * self.prefill_factor))
+            # The part of decodes, by their own steps, if it is longer than that of the table.
+            slowness = (took_s - self.step_s) / prompts_s
+            if not self._decodes or slowness * overhead_s > self.step_s:
+                slowness = took_s / (overhead_s + prompts_s)
+            self._prompts.append(slowness / self.prefill_factor)
 
     @property
     def step_s(self) -> float:

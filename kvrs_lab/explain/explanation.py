@@ -176,7 +176,8 @@ def _case(question: Question) -> Case:
     state.factors.update(question.corrections)
     view = state.view
     view.assume(question.local_bytes_per_s)
-    at_holder = at_target = frozenset(Capability)
+    # The queue that is asked about comes before the victim, whatever is in it.
+    at_holder = at_target = frozenset(Capability) - {Capability.FAIR_QUEUE}
     if question.prefix_cache:  # Like vLLM, which loads rows of agents.
         at_holder = at_target = at_holder - {Capability.RETAIN, Capability.SPLIT}
         if not question.checkpoint_tokens:
@@ -196,6 +197,7 @@ def _case(question: Question) -> Case:
     )
     prefill.note_queue(question.queue_s)
     target.note_queue(question.target_queue_s)
+    view.look_ahead()
     for node in (_N0, _N2):
         view.link(node, _N1).bytes_per_s = question.bytes_per_s
     stream = Stream(

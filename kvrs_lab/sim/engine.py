@@ -64,6 +64,7 @@ class SimEngine(ComputingInstance):
         self.reporting: list[Step] = []  # Senders of immediate reports of this process.
         self._rank_count = ranks
         self.slow_factor = 1.0
+        self.pace_factor = 1.0  # Time of each step over that of the profile, in all lives.
         self.draining = False
         self.answer: str | None = None  # Error that every call gets.
         self.hangs = False  # The instance reports and takes calls, but computes nothing.
@@ -320,7 +321,7 @@ class SimEngine(ComputingInstance):
         self.flights.append(batch)
         chunks = [chunk for _, chunk in batch]
         seconds = self._pace.pace.batch_s(chunks, len(members), steady.context_tokens)
-        seconds *= self.slow_factor
+        seconds *= self.slow_factor * self.pace_factor
         done = partial(self._complete, batch, self.clock.now_s)
         if self.ranks is None:
             self.later(seconds, done)

@@ -290,6 +290,10 @@ class SimShell:
             )
             self.proxy.recovered.append(live.last_recovery)
             self.proxy.recoveries[action.option.value] += 1
+        elif isinstance(action, act.Settled):
+            last = self.proxy.streams[action.stream].last_recovery
+            if last is not None and last.action.attempt == action.attempt:
+                last.settled = action
 
     def wake_at(self, at_s: float) -> None:
         self.proxy.after(at_s - self.proxy.now_s, self._wake)

@@ -176,6 +176,7 @@ class SimRecovery:
     produced_tokens: int
     last_token_s: float | None
     resumed_s: float | None = None
+    settled: act.Settled | None = None  # Predicted and real cost; None: no token yet.
 
     def resumed(self, now_s: float) -> None:
         if self.resumed_s is None:

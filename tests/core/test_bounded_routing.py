@@ -68,9 +68,9 @@ class Fleet:
             case 0 | 1:
                 view.prefill_order.note_queue(member, rng.choice([0.0, 0.0, 0.1, 0.2]))
             case 2:
-                view.prefill_order.book(member, 0.1)
+                view.prefill_order.book(member, 0.1, 0.0, is_history=False)
             case 3 if member.bookings:
-                view.prefill_order.unbook(member, 0.1)
+                view.prefill_order.unbook(member, 0.1, 0.0, is_history=False)
             case 4 | 5 if member.decodes:
                 change = rng.choice([1, 1, -1]) if member.streams else 1
                 view.count_stream(member, change)
@@ -135,13 +135,13 @@ def test_few_of_many_are_weighed() -> None:
             return routing.least_work(view, stream, True, barred_too=False), asked.call_count <= 2
 
     assert chosen() == (members[0], True)
-    view.prefill_order.book(members[0], 0.1)
+    view.prefill_order.book(members[0], 0.1, 0.0, is_history=False)
     assert chosen() == (members[1], True)
     view.count_stream(members[1], 1)
     assert chosen() == (members[2], True)
     view.prefill_order.note_queue(members[2], 0.05)
     assert chosen() == (members[3], True)
-    view.prefill_order.unbook(members[0], 0.1)
+    view.prefill_order.unbook(members[0], 0.1, 0.0, is_history=False)
     assert chosen() == (members[0], True)
     view.count_stream(members[0], 1)
     assert chosen() == (members[3], True)

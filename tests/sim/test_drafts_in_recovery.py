@@ -107,8 +107,8 @@ def test_checkpoints_and_recoveries_go_on_beside_drafts() -> None:
 
 
 def test_drafts_make_streams_shorter() -> None:
-    slow, _ = run(config("off"), None, (2.0, "w2"))
-    quick, _ = run(config(), replace(DRAFT, acceptance=1.0), (2.0, "w2"))
+    slow, _ = run(config("off"), None, (1.5, "w2"))
+    quick, _ = run(config(), replace(DRAFT, acceptance=1.0), (1.5, "w2"))
 
     assert quick.tokens == slow.tokens
     assert quick.span_s < slow.span_s

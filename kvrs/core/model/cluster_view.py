@@ -86,18 +86,29 @@ class PrefillOrder:
                 del self.restricted[member]
         return bool(self.restricted)
 
-    def book(self, member: Member, seconds: float) -> None:
+    def book(self, member: Member, seconds: float, now_s: float, *, is_history: bool) -> None:
+        """Note work that an instance gets."""
+        if not member.bookings:
+            member.head_since_s = now_s
         member.work_s += seconds
+        if is_history:
+            member.history_work_s += seconds
+            member.ahead_s += seconds
         member.queue_s = max(member.work_s, member.reported_queue_s)
         self.changed[member.node] = None
         member.bookings += 1
         self._prompts += member.prefills
 
-    def unbook(self, member: Member, seconds: float) -> None:
+    def unbook(self, member: Member, seconds: float, now_s: float, *, is_history: bool) -> None:
+        """Note that booked work is done, or given up."""
         member.bookings -= 1
+        member.head_since_s = now_s
+        if is_history:
+            member.history_work_s = max(0.0, member.history_work_s - seconds)
         self._prompts -= member.prefills
         # Idle instances must have exactly zero: a rounding error would decide between them.
         member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
+        member.history_work_s = min(member.history_work_s, member.work_s)
         member.queue_s = max(member.work_s, member.reported_queue_s)
         self.changed[member.node] = None
 
@@ -300,6 +311,11 @@ class ClusterView:
             and (not name or name in each.names)
         ]
         return have_roles_of(doubted, others)
+
+    def look_ahead(self) -> None:
+        """Count the work before histories that come now, at each instance (`Member.ahead_s`)."""
+        for member in self.members.values():
+            member.ahead_s = member.wait_of_history_s(self.now_s) if member.queue_s else 0.0
 
     def takes_start(self, member: Member) -> bool:
         """Return whether the instance's recent answers allow a new request."""

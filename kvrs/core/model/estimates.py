@@ -64,6 +64,9 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     lookahead_s: float = 0.0
     # Start: prompt tokens that the prefilling instance is presumed to have cached.
     cached_tokens: int = 0
+    # The rest of the target's running step, and what the step that brings the token takes longer
+    # than the computing in it, as streams decode there.
+    step_s: float = 0.0
 
     @property
     def next_token_s(self) -> float:

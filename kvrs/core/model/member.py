@@ -47,6 +47,10 @@ TRANSFER_S = 30.0
 _TRY_S = 0.5  # After a busy pause, one attempt goes first; others wait this long for its answer.
 _JITTER = 0.25
 _TIME_STEP = 0.1  # Smaller relative differences of times change no decision.
+# A fair queue computes four tokens of histories for one of new prompts
+# (`kvrs_engine/scheduling/fair_queue.py`).
+SHARE_OF_NEW = 0.25
+STEP_TOKENS = 2048  # Assumed for engines that report none: the least default of vLLM.
 
 
 def fraction(*of: object) -> float:
@@ -241,6 +245,12 @@ class Member:
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of unanswered requests of this proxy.
     queue_s: float = 0.0  # The larger of `reported_queue_s` and `work_s`.
+    # The part of `work_s` that is for histories, which recoveries compute.
+    history_work_s: float = 0.0
+    head_since_s: float = 0.0  # Time at which the first of the booked work began, if known.
+    # Work before a history that comes now: `wait_of_history_s` at the last `look_ahead` of the
+    # view, and the histories booked since.
+    ahead_s: float = 0.0
     bookings: int = 0
     streams: int = 0  # Streams of all proxies that decode there, or will after their prefill.
     others_reported: int = 0  # Streams of other proxies, by the last report.
@@ -258,6 +268,8 @@ class Member:
     is_drained: bool = False
     slower_token_s: float = 0.0  # Additional time per token after a loss of ranks.
     prefill_factor: float = 1.0  # Factor of the prefill table after a loss of ranks.
+    # Time of a decode step: by the last report, else the overhead of a step by the table.
+    step_s: float = 0.0
     reported_step_s: float = 0.0  # Time of a decode step, by the last report; 0: not reported.
     # Factor of the prefill table by the times of the instance's own steps.
     slowness: float = 1.0
@@ -272,6 +284,8 @@ class Member:
     splits: bool = False
     checkpoints: bool = False
     replays: bool = False
+    has_fair_queue: bool = False
+    step_tokens: int = STEP_TOKENS  # Most tokens that the engine computes in one step.
     # The engine continues text, stop strings, usage and sampling by itself.
     resumes_exactly: bool = False
     computes_prompts: bool = False  # A decode instance that can also prefill new streams.
@@ -327,7 +341,7 @@ class Member:
             epochs=self.epochs,
             starts=self.starts + (not self.had_not_ended(info)),
         )
-        made.prefill = made.full_prefill = prefill or PrefillTable.from_measured(info.prefill)
+        made.set_table(prefill or PrefillTable.from_measured(info.prefill))
         made.guess = made.full_prefill if made.full_prefill.is_guess else None
         made.set_info(info)
         return made
@@ -344,6 +358,8 @@ class Member:
         self.splits = self.pulls and Capability.SPLIT in capabilities
         self.checkpoints = Capability.CHECKPOINT in capabilities
         self.replays = Capability.REPLAY in capabilities
+        self.step_tokens = info.step_tokens or STEP_TOKENS
+        self.has_fair_queue = Capability.FAIR_QUEUE in capabilities
         self.resumes_exactly = Capability.EXACT_RESUME in capabilities
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
         self.names = info.name_keys
@@ -442,6 +458,19 @@ class Member:
     def note_queue(self, reported_s: float) -> None:
         self.reported_queue_s, self.queue_s = reported_s, max(reported_s, self.work_s)
 
+    def wait_of_history_s(self, now_s: float, besides_s: float = 0.0) -> float:
+        """Return the time of the work before a history that comes now; `besides_s` of the booked
+        histories are not counted.
+
+        Of the first of the booked work, the time since its begin is done. A fair queue lets a
+        history wait for a share of the new prompts.
+        """
+        share = SHARE_OF_NEW if self.has_fair_queue else 1.0
+        booked_s = self.history_work_s - besides_s + share * (self.work_s - self.history_work_s)
+        if self.bookings:
+            booked_s -= min(max(0.0, now_s - self.head_since_s), self.work_s / self.bookings)
+        return max(0.0, booked_s, share * self.reported_queue_s)
+
     def is_clear(self, now_s: float) -> bool:
         """Return whether no health restriction applies: a fast test for the common case."""
         health = self.answers
@@ -473,15 +502,12 @@ class Member:
         self.prefill = self.full_prefill = table
         if (factor := self.prefill_factor * self.slowness) != 1.0:
             self.prefill = table.scaled(factor)
-
-    @property
-    def step_s(self) -> float:
-        """The time of a decode step: the reported one, else the overhead of a step by the table."""
-        return self.reported_step_s or self.prefill.step_overhead_s
+        self.step_s = self.reported_step_s or self.prefill.step_overhead_s
 
     def note_steps(self, report: LoadReport) -> None:
         """Note the reported times of steps."""
         self.reported_step_s = report.step_s
+        self.step_s = report.step_s or self.prefill.step_overhead_s
         if report.slowness is not None and self._has_other_slowness(report):
             self.slowness = report.slowness
             self.set_table(self.full_prefill)

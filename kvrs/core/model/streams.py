@@ -117,11 +117,14 @@ class AttemptState(msgspec.Struct, eq=False):
     option: Option = Option.START
     started_s: float = 0.0
     decision: Decision | None = None  # The attempt's decision, until its first token.
+    # Time until its token, as `together.py` predicts it; None: not predicted.
+    predicted_s: float | None = None
     resumed: bool = False  # The attempt has produced a token for the client.
     runs_on: Member | None = None
     decodes_on: Member | None = None
     booked_on: Member | None = None
     booked_s: float = 0.0
+    is_history: bool = False  # The booked work is a history, not a new prompt.
     # Set while the stream's instance re-forms; else None.
     stay_deadline: StayDeadline | None = None
     links: list[tuple[Link, int]] = []  # The attempt's transfers: link and bytes.

@@ -48,6 +48,10 @@ class Case(msgspec.Struct, gc=False):
     held_pages: int  # The part of `wanted_pages` that the target has itself.
     sources: Sequence[KvSource]
     slot_wait_s: float  # Expected time until the target has a slot for a fetch.
+    # Rest of the target's running decode step, and what the step of the next token takes longer
+    # than computing alone; the same for a token that comes without computing at the target.
+    step_s: float = 0.0
+    hand_off_step_s: float = 0.0
     best_fetch: Estimate | None = None  # The cheapest estimate of migrate and restore so far.
     best_source: KvSource | None = None  # The first source of `best_fetch`.
 
@@ -103,6 +107,12 @@ def lookahead_s(stream: Stream, target: Member) -> float:
     return tokens * target.slower_token_s
 
 
+def step_term(estimate: Estimate) -> Iterable[Term]:
+    if estimate.step_s:
+        how = f"the rest of the running step of the {estimate.target}, and the step of the token"
+        yield Term("step", estimate.step_s, how)
+
+
 def handshake_term(case: Case) -> Term:
     return Term("handshake", HANDSHAKE_S, "connect, authenticate, ask")
 
@@ -125,6 +135,7 @@ def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     how = division(f"hand-off {where}", size_bytes, view.bytes_per_s(source.node, target.node))
     yield handshake_term(case)
     yield Term("hand-off", estimate.transfer_s - HANDSHAKE_S, how)
+    yield from step_term(estimate)
 
 
 def tail(case: Case, prefix_pages: int) -> str:

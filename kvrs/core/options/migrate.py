@@ -31,6 +31,7 @@ from kvrs.core.options.base import (
     Term,
     hand_off_terms,
     handshake_term,
+    step_term,
     tail,
     transfer,
     usable_pages,
@@ -79,11 +80,12 @@ def _cached(case: Case, holder: Holder) -> Estimate:
         case.history_tokens,
         _held_pages(case, holder) * there.page_size_tokens,
         bytes_per_s=link.bytes_per_s,
-        queue_s=there.queue_s,
-        target_queue_s=target.queue_s,
+        queue_s=there.ahead_s,
+        target_queue_s=target.ahead_s,
         handshake_s=HANDSHAKE_S,
         factor=case.factor(_MIGRATE),
         drain_s=link.in_flight_bytes / link.bytes_per_s,
+        step_s=case.hand_off_step_s,
     )
 
 
@@ -103,9 +105,10 @@ def estimate_cached(
     handshake_s: float = 0.0,
     factor: float = 1.0,
     drain_s: float = 0.0,
+    step_s: float = 0.0,
 ) -> Estimate:
     """Estimate computing the rest of the history at `holder` behind its cached prefix, then handing
-    all of it off to the target.
+    all of it off to the target, whose step then brings the token in `step_s`.
 
     The target's queue runs in parallel: the longer of the two counts. So does the time `drain_s`
     until the transfers already on the link have ended, beside queue and computation at the holder.
@@ -119,6 +122,7 @@ def estimate_cached(
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s
         raw_s = target_queue_s
+    raw_s += step_s
     return Estimate(
         _MIGRATE,
         target.id,
@@ -130,6 +134,7 @@ def estimate_cached(
         raw_s,
         source=holder.id,
         by_prefill=True,
+        step_s=step_s,
     )
 
 
@@ -187,10 +192,11 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
         case.history_s,
         pages * target.page_size_tokens,
         transfer_s,
-        target.queue_s + wait_s,
+        target.ahead_s + wait_s,
         factors.get(option, 1.0) if factors else 1.0,
         source.id,
         second,
+        case.step_s,
     )
     estimates.append(estimate)
     best = case.best_fetch
@@ -209,16 +215,17 @@ def estimate_fetch(
     factor: float = 1.0,
     source: InstanceId | None = None,
     second: InstanceId | None = None,
+    step_s: float = 0.0,
 ) -> Estimate:
     """Estimate: wait `queue_s`, transfer `prefix_tokens` of the history in `transfer_s`, compute
-    the rest at the target.
+    the rest at the target, whose steps take `step_s` besides.
 
     `history_s` is the time in which the target would compute the whole history.
     """
     table = target.prefill
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     at_target_s = compute_s - table.step_overhead_s
-    raw_s = queue_s + transfer_s + compute_s
+    raw_s = queue_s + transfer_s + compute_s + step_s
     return Estimate(
         option,
         target.id,
@@ -231,6 +238,7 @@ def estimate_fetch(
         at_target_s if at_target_s > 0 else 0.0,
         source,
         second,
+        step_s=step_s,
     )
 
 
@@ -333,6 +341,7 @@ def fetch_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         _, how = transfer(case, estimate.second, prefix - has)
         yield Term("extension", rest_s, f"handshake, and {how}")
     yield Term("prefill", estimate.compute_s, tail(case, prefix))
+    yield from step_term(estimate)
 
 
 def estimate_restore(case: Case, estimates: list[Estimate]) -> None:
@@ -355,9 +364,10 @@ def estimate_reuse(case: Case, estimates: list[Estimate]) -> None:
             case.history_s,
             pages * target.page_size_tokens,
             transfer_s=more_s,
-            queue_s=target.queue_s + wait_s,
+            queue_s=target.ahead_s + wait_s,
             factor=case.factor(_REUSE),
             second=second,
+            step_s=case.step_s,
         )
     )
 

@@ -18,6 +18,7 @@ from kvrs.core.options.base import (
     RecoveryOption,
     Term,
     hand_off_terms,
+    step_term,
 )
 from kvrs.core.options.migrate import has_cached
 from kvrs.core.routing import least_work, may_have, own_prefill_of
@@ -35,8 +36,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     """
     target, history, state = case.target, case.history_tokens, case.state
     info = target.info
-    queue_s, view = target.queue_s, state.view
-    factors, here_s = state.factors, queue_s + case.history_s
+    queue_s, view = target.ahead_s, state.view
+    factors, here_s = state.factors, queue_s + case.history_s + case.step_s
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
     prefill, there = prefill_for(view, target, case.stream), None
     if prefill is target and info.joins_prefill:
@@ -60,11 +61,12 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             compute_s,
             extrapolated,
             factor,
-            prefill.queue_s,
+            prefill.ahead_s,
             queue_s,
             HANDSHAKE_S,
             link.bytes_per_s,
             link.in_flight_bytes / link.bytes_per_s,
+            case.hand_off_step_s,
         )
         if there.raw_s <= here_s or computes_nothing:
             estimates.append(there)
@@ -81,6 +83,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             case.extrapolated,
             here_s,
             at_target_s if at_target_s > 0 else 0.0,
+            step_s=case.step_s,
         )
     )
     if there is not None:
@@ -98,6 +101,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
             "queue", estimate.queue_s, f"before the {estimate.target}, which computes the history"
         )
         yield Term("prefill", estimate.compute_s, tokens)
+        yield from step_term(estimate)
         return
     yield Term("queue", estimate.queue_s, f"before the {estimate.source}, or its link")
     yield Term("prefill", estimate.compute_s, tokens)
@@ -125,7 +129,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
         if (
             member.prefills
             and not member.is_drained
-            and (best is None or member.queue_s < best.queue_s)
+            and (best is None or member.ahead_s < best.ahead_s)
             and (
                 (is_free and member.is_clear(view.now_s))
                 or (
@@ -152,9 +156,10 @@ def estimate_handed_off(
     handshake_s: float = 0.0,
     bytes_per_s: float = inf,
     drain_s: float = 0.0,
+    step_s: float = 0.0,
 ) -> Estimate:
     """Estimate computing the whole history at `prefill` in `compute_s`, then handing it off to the
-    target, another instance.
+    target, another instance, whose step then brings the token in `step_s`.
 
     The target's queue runs in parallel: the longer of the two counts. So does the time `drain_s`
     until the transfers already on the link have ended, beside queue and computation at `prefill`.
@@ -165,6 +170,7 @@ def estimate_handed_off(
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s
         raw_s = target_queue_s
+    raw_s += step_s
     return Estimate(
         _RECOMPUTE,
         target.id,
@@ -175,6 +181,7 @@ def estimate_handed_off(
         extrapolated,
         raw_s,
         source=prefill.id,
+        step_s=step_s,
     )
 
 

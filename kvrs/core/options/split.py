@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import inf
 
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.options.base import Case, RecoveryOption, Term, tail, transfer
+from kvrs.core.options.base import Case, RecoveryOption, Term, step_term, tail, transfer
 from kvrs.core.options.migrate import fetch_plan
 from kvrs.profiles.tables import PrefillTable
 
@@ -36,7 +36,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     if front is None:
         return
     first_page, both_s, front_s = front
-    raw_s = fetch.queue_s - drain_s + both_s + fetch.compute_s
+    raw_s = fetch.queue_s - drain_s + both_s + fetch.compute_s + case.step_s
     front_at_s = front_s - table.step_overhead_s
     factors = case.state.factors
     estimates.append(
@@ -53,6 +53,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             fetch.source,
             fetch.second,
             first_page,
+            step_s=case.step_s,
         )
     )
 
@@ -72,8 +73,10 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         f"the longer of handshake and {how}: {estimate.transfer_s:.6f} s, "
         f"and of computing the first {first_page:,} pages meanwhile: {front_s:.6f} s"
     )
-    yield Term("fetch and front", max(0.0, estimate.raw_s - estimate.queue_s - tail_s), meanwhile)
+    fetch_s = estimate.raw_s - estimate.queue_s - tail_s - estimate.step_s
+    yield Term("fetch and front", max(0.0, fetch_s), meanwhile)
     yield Term("prefill", tail_s, tail(case, prefix))
+    yield from step_term(estimate)
 
 
 def best_front(

@@ -138,6 +138,10 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
                 # `is_used` saves the call: calls dominate the time of a decision.
                 if sources and state.slots.is_used:
                     slot_wait_s = state.slots.expected_wait_s(target.id, stream.id, now_s)
+        step_s, next_s = 0.0, target.step_s
+        if target.streams:  # Streams decode there: a step runs, and each step takes its time.
+            over_s, next_s = next_s - target.prefill.step_overhead_s, 1.5 * next_s
+            step_s = target.step_s / 2 + over_s if over_s > 0 else target.step_s / 2
         cases.append(
             Case(
                 state,
@@ -150,6 +154,8 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
                 held,
                 sources,
                 slot_wait_s,
+                step_s,
+                next_s,
             )
         )
     return cases

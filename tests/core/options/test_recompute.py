@@ -38,7 +38,8 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
     state.factors[Option.RECOMPUTE] = 2.0
     up = instance_up("b1")
     target = state.view.add(Member.of(up.info, up.prefill))
-    target.note_queue(0.5)
+    target.note_queue(2.0)  # A history waits for a quarter of it in a fair queue.
+    state.view.look_ahead()
     (case,) = cases_of(state, Stream(StreamId("s"), 0, 110, 0.0), [target], 0.0)
     RECOMPUTE.estimate(case, alone)
 
@@ -102,6 +103,7 @@ def test_a_hand_off_waits_for_those_before_it_on_its_link(option: RecoveryOption
         view.add(Member.of(up.info, up.prefill)).moves_kv = True
     prefill, target = (view.members[InstanceId(name)] for name in ("p1", "d2"))
     target.note_queue(0.4)  # So that the target itself is slower.
+    view.look_ahead()
     stream = Stream(StreamId("s"), 0, 110, 0.0)
     if option is MIGRATE:
         stream.holders[prefill.id] = Holder(prefill, 3)

@@ -1,0 +1,235 @@
+"""Predicts when the victims of one event get their next tokens, all together.
+
+The estimate by which an option is chosen is that of one stream, behind the work that was there
+before. The victims of an event share links, prefill instances and the steps of their targets:
+
+    link    each of its n transfers gets 1 / n of the mean rate
+    step    max(d, h) + the computing of its tokens, at most `step_tokens` of them;
+            d: a decode step of the streams there, h: the overhead of a step with prompts
+    token   at the end of the step that takes the last tokens of the history, or the hand-off
+
+Here the chosen plans are played through once, in steps: prompts at prefill instances, then links,
+then the targets. It follows the decisions and changes none. O(victims * steps).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import ceil, inf
+from operator import attrgetter
+
+from kvrs.core import ledger
+from kvrs.core.model.cluster_view import Link, agent_of
+from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
+from kvrs.core.model.member import Member
+from kvrs.core.model.streams import Stream
+from kvrs.core.state import State
+from kvrs.ids import InstanceId
+
+_PLAYED = (Option.MIGRATE, Option.RESTORE, Option.REUSE, Option.SPLIT, Option.RECOMPUTE)
+_MOST_STEPS = 4000  # Steps of an instance that are played; later work counts as done with the last.
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One stream's tokens in the steps of an instance. Times are from the decision."""
+
+    tokens: int
+    seconds: float  # Computing, without the overhead of a step.
+    ready_s: float = 0.0
+    ends_s: float = inf
+
+
+@dataclass(slots=True, eq=False)
+class Steps:
+    """The steps of an instance."""
+
+    decode_s: float  # Time of a decode step; 0.0: no stream decodes there.
+    overhead_s: float
+    step_tokens: int
+    ahead_s: float  # Time until the work that was there before is done.
+    work: list[Work] = field(default_factory=list)
+
+    def play(self) -> None:
+        """Set the end of all work, in the order in which it is ready."""
+        now_s = self.ahead_s + self.decode_s / 2  # On average half of the running step is left.
+        left = sorted(self.work, key=attrgetter("ready_s"))
+        tokens_left = {id(each): each.tokens for each in left}
+        for _ in range(_MOST_STEPS):
+            if not left:
+                return
+            if (first_s := left[0].ready_s) > now_s:  # Streams decode, or the instance idles.
+                steps = ceil((first_s - now_s) / self.decode_s) if self.decode_s else 0
+                now_s = now_s + steps * self.decode_s if steps else first_s
+            room, seconds, done = self.step_tokens, 0.0, 0
+            for each in left:
+                if each.ready_s > now_s or not room:
+                    break
+                taken = min(room, tokens_left[id(each)])
+                room -= taken
+                tokens_left[id(each)] -= taken
+                seconds += each.seconds * taken / each.tokens
+                done += not tokens_left[id(each)]
+            now_s += max(self.decode_s, self.overhead_s) + seconds
+            for each in left[:done]:
+                each.ends_s = now_s
+            del left[:done]
+        for each in left:
+            each.ends_s = now_s
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """One transfer. Times are from the decision."""
+
+    seconds: float  # With the link for itself.
+    begins_s: float = 0.0
+    ends_s: float = inf
+
+
+def share_link(sendings: Sequence[Sending], before_s: float) -> None:
+    """Set the ends of the transfers of one link, which share it equally with each other, and with
+    transfers of `before_s` that began before.
+    """
+    now_s = each_s = 0.0  # `each_s`: what each transfer since the first has got.
+    moving: list[tuple[float, int]] = [(before_s, -1)] if before_s > 0 else []
+    waiting = sorted(range(len(sendings)), key=lambda index: sendings[index].begins_s)
+    waiting.reverse()
+    while waiting or moving:
+        begins_s = sendings[waiting[-1]].begins_s if waiting else inf
+        ends_s = now_s + (moving[0][0] - each_s) * len(moving) if moving else inf
+        if ends_s <= begins_s:
+            now_s, (each_s, index) = ends_s, heappop(moving)
+            if index >= 0:
+                sendings[index].ends_s = now_s
+            continue
+        if moving:
+            each_s += (begins_s - now_s) / len(moving)
+        now_s, index = begins_s, waiting.pop()
+        heappush(moving, (each_s + sendings[index].seconds, index))
+
+
+class _Event:
+    """The victims of one event, at the instances and links that they use."""
+
+    def __init__(self, state: State, victims: Sequence[Stream]) -> None:
+        self._state, self._view = state, state.view
+        self._begun_s = victims[0].attempt.started_s
+        self._steps: dict[InstanceId, Steps] = {}
+        self._links: dict[int, tuple[Link, list[Sending]]] = {}
+        # Bookings of the victims themselves.
+        self._booked_s: dict[InstanceId, float] = {}
+        self._streams: dict[InstanceId, int] = {}
+        self._bytes: dict[int, int] = {}
+        for stream in victims:
+            attempt = stream.attempt
+            if (there := attempt.booked_on) is not None:
+                self._booked_s[there.id] = self._booked_s.get(there.id, 0.0) + attempt.booked_s
+            assert attempt.decodes_on is not None
+            target = attempt.decodes_on.id
+            self._streams[target] = self._streams.get(target, 0) + 1
+            for link, size_bytes in attempt.links:
+                self._bytes[id(link)] = self._bytes.get(id(link), 0) + size_bytes
+
+    def ends_s(self, chosen: Sequence[tuple[Stream, Estimate]]) -> list[float]:
+        """Return the time of each stream's next token."""
+        handed: list[tuple[Work, Sending, Work]] = []
+        fetched: list[tuple[Sending, Work]] = []
+        lasts: list[Work] = []
+        prompts: dict[InstanceId, None] = {}
+        for stream, estimate in chosen:
+            target = self._view.members[estimate.target]
+            if estimate.source is not None and (
+                estimate.by_prefill or estimate.option is Option.RECOMPUTE
+            ):
+                prefill, last = self._view.members[estimate.source], Work(1, 0.0)
+                prompts[prefill.id] = None
+                prompt = self._at(prefill, _computed(prefill, stream, estimate.compute_s))
+                sending = self._send(self._view.link(prefill.node, target.node), estimate)
+                handed.append((prompt, sending, last))
+            else:
+                link, last = self._fetch(target, stream, estimate)
+                if link is not None:
+                    fetched.append((self._send(link, estimate), last))
+            lasts.append(self._at(target, last))
+        for name in prompts:
+            self._steps[name].play()
+        for prompt, sending, _ in handed:
+            sending.begins_s += prompt.ends_s
+        for link, sendings in self._links.values():
+            rate = link.bytes_per_s / link.counted_share
+            before_bytes = link.in_flight_bytes - self._bytes.get(id(link), 0)
+            share_link(sendings, max(0, before_bytes) / rate)
+        for sending, last in (*fetched, *((sending, last) for _, sending, last in handed)):
+            last.ready_s = sending.ends_s
+        for name, steps in self._steps.items():
+            if name not in prompts:
+                steps.play()
+        return [last.ends_s for last in lasts]
+
+    def _fetch(
+        self, target: Member, stream: Stream, estimate: Estimate
+    ) -> tuple[Link | None, Work]:
+        """Return the link from which the target fetches, and what it computes behind that."""
+        here_s = estimate.at_target_s
+        if estimate.option is Option.SPLIT:
+            front = estimate.first_page * target.page_size_tokens
+            table = target.prefill
+            front_s = min(here_s, max(0.0, table.seconds_for(front) - table.step_overhead_s))
+            self._at(target, Work(front, front_s))
+            here_s -= front_s
+        last = _computed(target, stream, here_s + target.prefill.step_overhead_s)
+        holder = estimate.source or estimate.second
+        if holder is None or estimate.transfer_s <= 0:
+            return None, last
+        agent = agent_of(self._view, holder)
+        if agent is None:
+            return self._view.link(self._view.members[holder].node, target.node), last
+        return self._view.link_from(agent, target.node), last
+
+    def _at(self, member: Member, work: Work) -> Work:
+        steps = self._steps.get(member.id)
+        if steps is None:
+            streams = member.streams - self._streams.get(member.id, 0)
+            steps = self._steps[member.id] = Steps(
+                member.step_s if member.decodes and streams > 0 else 0.0,
+                member.prefill.step_overhead_s,
+                member.step_tokens,
+                member.wait_of_history_s(self._begun_s, self._booked_s.get(member.id, 0.0)),
+            )
+        steps.work.append(work)
+        return work
+
+    def _send(self, link: Link, estimate: Estimate) -> Sending:
+        seconds = max(0.0, estimate.transfer_s - HANDSHAKE_S) * link.counted_share
+        sending = Sending(seconds, HANDSHAKE_S)
+        self._links.setdefault(id(link), (link, []))[1].append(sending)
+        return sending
+
+
+def _computed(member: Member, stream: Stream, compute_s: float) -> Work:
+    """Return about as many tokens of the history as the instance computes in this time."""
+    table, history = member.prefill, stream.history_tokens
+    seconds = max(0.0, compute_s - table.step_overhead_s)
+    whole_s = table.seconds_for(history) - table.step_overhead_s
+    share = min(1.0, seconds / whole_s) if whole_s > 0 else 1.0
+    return Work(max(1, int(history * share)), seconds)
+
+
+def predict(state: State) -> None:
+    """Predict the recoveries that the last event has begun."""
+    begun, state.begun = state.begun, []
+    victims = [
+        stream
+        for stream, number in begun
+        if stream.attempt.number == number and stream.attempt.decodes_on is not None
+    ]
+    chosen = [
+        (stream, decision.chosen)
+        for stream in victims
+        if (decision := stream.attempt.decision) is not None and decision.chosen.option in _PLAYED
+    ]
+    if not chosen:
+        return
+    for (stream, _), ends_s in zip(chosen, _Event(state, victims).ends_s(chosen), strict=True):
+        ledger.foretell(stream, ends_s)
