@@ -457,6 +457,11 @@ OTHERS = (
     _of("kill_spread", "kill_spread", 5, quick=(0.5, "run --quick")),
     Experiment("kill_spread", ("before",), 0, ""),
     Experiment("decisions", ("before",), 0, ""),
+    _of(
+        *("decisions", "learning", 12, "learning"),
+        quick=(2.0, "learning --quick"),
+        is_virtual=True,
+    ),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
     _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),

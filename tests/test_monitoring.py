@@ -66,7 +66,10 @@ CASES: dict[str, dict[str, str]] = {
     "KvrsTokenizerMissing": {"kvrs_tokenizer_missing": "0x10 1x12 0x8"},
     "KvrsReloadRefused": {f"kvrs_config_last_reload_successful{{{JOB}}}": "1x10 0x12 1x8"},
     "KvrsPredictionsOff": {
-        'kvrs_recovery_correction_ratio{option="migrate"}': "1x10 6x44 1x8",
+        'kvrs_recovery_off_ratio_bucket{option="migrate", le="2"}': "0x70",
+        'kvrs_recovery_off_ratio_bucket{option="migrate", le="4"}': "0x10 20x60",
+        'kvrs_recovery_off_ratio_bucket{option="migrate", le="+Inf"}': "0x10 20x60",
+        'kvrs_recovery_off_ratio_count{option="migrate"}': "0x10 20x60",
     },
     # Usual ones before, of which more than a thousand are no reason either.
     "KvrsDraftsInVain": {

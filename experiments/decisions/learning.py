@@ -45,7 +45,7 @@ def learned(recoveries: Iterable[SimRecovery]) -> dict[str, dict[Option, float]]
     for each in recoveries:
         if (settled := each.settled) is None or settled.option is Option.START:
             continue
-        ratio = log(max(settled.real_s, 0.001) / max(settled.raw_s, 0.001))
+        ratio = log(max(settled.real_s, 0.001) / max(settled.predicted_s, 0.001))
         known = of_victims.get(settled.option, 0.0)
         of_victims[settled.option] = known + OF_VICTIM * (ratio - known)
         events.setdefault((settled.option, round(each.at_s)), []).append(ratio)

@@ -51,7 +51,6 @@ class Inputs:
     restores: dict[str, bool]
     removed: frozenset[Option]  # That have failed the stream.
     slot_waits: dict[str, float]
-    factors: dict[Option, float]
     others: float
 
 
@@ -127,7 +126,6 @@ class Situation:
                 place: self._state.slots.expected_wait_s(member.id, self._stream.id, self._now_s)
                 for place, member in self.members.items()
             },
-            dict(self._state.factors),
             self._others,
         )
 
@@ -220,18 +218,6 @@ class Situation:
         with patch.object(slots, "expected_wait_s", wait_s), _set([(slots, "is_used", True)]):
             yield
 
-    @contextmanager
-    def with_factors(self, other: Inputs) -> Iterator[None]:
-        factors = self._state.factors
-        before = dict(factors)
-        factors.clear()
-        factors.update(other.factors)
-        try:
-            yield
-        finally:
-            factors.clear()
-            factors.update(before)
-
 
 _REPLACED: Mapping[str, Callable[[Situation, Inputs], Any]] = {
     "history": Situation.with_history,
@@ -244,7 +230,6 @@ _REPLACED: Mapping[str, Callable[[Situation, Inputs], Any]] = {
     "self-tests": Situation.with_self_tests,
     "options tried": Situation.with_removed,
     "slots": Situation.with_slots,
-    "corrections": Situation.with_factors,
 }
 INPUTS = (*_REPLACED, "other victims")
 
@@ -365,7 +350,6 @@ _MEASURED = {
     "steps": Measured("ms", lambda one: _times(1e3, one.steps)),
     "pages held": Measured("pages", lambda one: one.pages, 0.0),
     "slots": Measured("ms", lambda one: _times(1e3, one.slot_waits)),
-    "corrections": Measured("%", lambda one: _times(100.0, one.factors), 100.0),
     "other victims": Measured("streams", lambda one: {"": one.others}),
 }
 

@@ -98,11 +98,6 @@ class PolicySettings(Settings):
     """Instances that may restore a checkpoint: anywhere, holder (only those on the agent's node;
     elsewhere a victim is recomputed, as in LUMEN).
     """
-    correction_max: float = Field(default=4.0, ge=1, le=100)
-    """Largest factor, either way, by which predictions are corrected from real costs. The
-    correction is a moving average (EWMA) with a fixed weight (0.2) and half-life (300 s). 1: no
-    correction.
-    """
     slots_max: int = Field(default=32, ge=1, le=1024)
     """Most recovery transfers into one target at a time; over all proxies if the target's node has
     an agent.

@@ -36,6 +36,7 @@ REMOVED = {
     "gossip.sync_interval_s": "set gossip.probe_interval_s, which the others follow",
     "gossip.tombstone_s": "a deleted entry is remembered for a minute",
     "models": "start a proxy for each model, and let the gateway route by name (kvrs docs beside)",
+    "policy.correction_max": "predictions are not corrected; their interval is learned",
     "policy.gpu": "streams leave a failing GPU; drain an instance with another one by order",
     "policy.handshake_s": "predictions count 2 ms for a hand-shake",
     "policy.lookahead_tokens": "predictions count 32 tokens ahead",

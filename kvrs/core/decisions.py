@@ -12,7 +12,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member, is_one_call
-from kvrs.core.model.streams import Decision, RestoredRows, Stream
+from kvrs.core.model.streams import Decision, Predicted, RestoredRows, Stream
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits
 from kvrs.core.routing import pair_for, starts_at
@@ -23,16 +23,6 @@ from kvrs.core.state import State
 # Rows of the last steps of an engine, which may not be in its tier, or copied, when it dies.
 _LATE_ROWS = 3
 _MOST_RESTORED = 1000  # Restores whose count is awaited; the count of an older one is ignored.
-
-
-def begin(state: State, now_s: float) -> None:
-    """Prepare the decisions of an event: learned factors, and the instances' work."""
-    state.view.look_ahead()
-    if not state.corrections.learned:
-        return
-    state.factors.clear()
-    for option in state.corrections.snapshot():
-        state.factors[Option(option)] = state.corrections.factor(Option(option), now_s)
 
 
 def start(
@@ -76,7 +66,6 @@ def start(
         transfer_s,
         compute_s,
         not is_covered,
-        raw_s=total_s,
         source=source,
         cached_tokens=cached,
     )
@@ -228,42 +217,37 @@ def budget_s(state: State, stream: Stream, now_s: float) -> float | None:
 
 def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
     """Learn from a recovery that has brought a token; return its record."""
-    attempt, chosen = stream.attempt, decision.chosen
-    real_s = now_s - attempt.started_s
-    raw_s, predicted_s = chosen.raw_s, chosen.next_token_s
-    if attempt.predicted_s is not None:
-        raw_s = attempt.predicted_s
-        predicted_s = raw_s * state.factors.get(chosen.option, 1.0)
-    # A replay is chosen for exactness, so faster options are no cause for regret.
-    others = (each for each in decision.estimates if each is not chosen)
-    best_other_s = min(
-        (each.total_s for each in others if chosen.option is not Option.REPLAY), default=real_s
-    )
+    attempt, chosen, plan = stream.attempt, decision.chosen, stream.attempt.plan
+    real_s, predicted = now_s - attempt.started_s, attempt.predicted
+    if predicted is None:
+        return act.Settled(stream.id, attempt.number, chosen.option, chosen.next_token_s, real_s)
     # A start's prediction rests on a guessed prompt length, and that of a redirected hand-off is
     # for another target: neither is learned from.
     as_predicted = (
-        chosen.option is not Option.START
-        and attempt.plan is not None
-        and attempt.plan.decode == chosen.target
+        chosen.option is not Option.START and plan is not None and plan.decode == chosen.target
     )
-    plan = attempt.plan
     if as_predicted and plan is not None and plan.asked and chosen.option is Option.RESTORE:
-        _await_count(state, stream, decision, plan, real_s)
-    elif as_predicted and _rule(state).learns:
-        state.corrections.observe(chosen.option, raw_s, real_s, now_s)
+        _await_count(state, stream, decision, plan, predicted, real_s)
+    elif as_predicted:
+        state.spread.observe(predicted.seconds, real_s, predicted.victims)
     return act.Settled(
         stream.id,
         attempt.number,
         chosen.option,
-        raw_s,
-        predicted_s,
+        predicted.seconds,
         real_s,
-        regret_s=real_s + chosen.lookahead_s - best_other_s,
+        predicted.low_s,
+        predicted.high_s,
     )
 
 
 def _await_count(
-    state: State, stream: Stream, decision: Decision, plan: act.Plan, real_s: float
+    state: State,
+    stream: Stream,
+    decision: Decision,
+    plan: act.Plan,
+    predicted: Predicted,
+    real_s: float,
 ) -> None:
     """Learn from a restore of rows only when its target has counted what it has loaded."""
     target, restored = state.view.members.get(plan.decode), state.restored
@@ -273,7 +257,7 @@ def _await_count(
     wanted = max(run.first_page + run.pages for run in plan.runs)
     pages = max((found.pages for found in stored), default=wanted)
     computed = [
-        each.raw_s
+        each.next_token_s
         for each in decision.estimates
         if each.option is Option.RECOMPUTE and each.target == plan.decode
     ]
@@ -282,7 +266,7 @@ def _await_count(
         frozenset(found.engine.id for found in stored if found.engine is not None),
         pages * target.page_size_tokens,
         _LATE_ROWS * target.row_tokens,
-        decision.chosen.raw_s,
+        predicted,
         min(computed, default=None),
         real_s,
     )
@@ -299,13 +283,14 @@ def rows_counted(state: State, event: ev.RowsCounted, now_s: float) -> None:
     if found is None:
         return
     is_restore = 2 * event.loaded_tokens >= found.expected_tokens
-    option, raw_s = Option.RESTORE, found.raw_s if is_restore else found.recompute_s
+    option = Option.RESTORE
+    predicted_s: float | None = found.predicted.seconds
     if not is_restore:
-        option = Option.RECOMPUTE
+        option, predicted_s = Option.RECOMPUTE, found.recompute_s
         if found.expected_tokens > found.least_tokens:
             kv_locations.doubt(state, found.asked, found.engines)
-    if raw_s is not None and _rule(state).learns:
-        state.corrections.observe(option, raw_s, found.real_s, now_s)
+    if predicted_s is not None:
+        state.spread.observe(predicted_s, found.real_s, found.predicted.victims)
     state.actions.append(
         act.RowsLoaded(
             event.stream,
@@ -316,13 +301,6 @@ def rows_counted(state: State, event: ev.RowsCounted, now_s: float) -> None:
             found.asked,
         )
     )
-
-
-def deadline_missed(state: State, decision: Decision, lasts_s: float, now_s: float) -> None:
-    """Learn from an overdue re-forming, which takes at least `lasts_s`."""
-    chosen = decision.chosen
-    if _rule(state).learns and chosen.option.stays:
-        state.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)
 
 
 def _eligible(

@@ -9,7 +9,7 @@ from kvrs.core.model.cluster_view import Link, agent_of
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import MOVES, Stage
 from kvrs.core.model.member import Member, is_one_call
-from kvrs.core.model.streams import AttemptState, Decision, StayDeadline, Stream
+from kvrs.core.model.streams import AttemptState, Decision, Predicted, StayDeadline, Stream
 from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
@@ -73,9 +73,9 @@ def _added_s(stream: Stream, runs_on: Member, chosen: Estimate) -> float:
     return max(0.0, chosen.compute_s - elsewhere * overhead_s)
 
 
-def foretell(stream: Stream, seconds: float) -> None:
-    """Note when the attempt that has begun is predicted to bring a token."""
-    stream.attempt.predicted_s = seconds
+def foretell(stream: Stream, predicted: Predicted) -> None:
+    """Note the predicted cost of an attempt that has begun."""
+    stream.attempt.predicted = predicted
 
 
 def hand_off(state: State, stream: Stream, plan: act.Plan, prefill: Member, decode: Member) -> None:
@@ -199,6 +199,7 @@ def stay(state: State, stream: Stream, decision: Decision, now_s: float) -> None
     """Keep the attempt at its re-forming instance, as decided now."""
     attempt = stream.attempt
     attempt.option, attempt.decision = decision.chosen.option, decision
+    attempt.predicted = None
     attempt.started_s = now_s
 
 

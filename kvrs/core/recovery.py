@@ -238,7 +238,7 @@ class RecoveryPolicy:
             **state.view.snapshot(),
             "slots": state.slots.snapshot(),
             "retries": state.retries.snapshot(len(state.streams)),
-            "corrections": state.corrections.snapshot(),
+            "spread": state.spread.snapshot(),
             "prefill_guess": state.prefill_scale.snapshot(),
         }
 

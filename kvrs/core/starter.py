@@ -93,10 +93,11 @@ def place_all(state: State, streams: Iterable[Stream], now_s: float) -> None:
     """Decide the streams of one event together, most urgent first (DESIGN section 5). Streams of
     another model name have other targets, and follow.
     """
-    decisions.begin(state, now_s)
     by_name: dict[str, list[Stream]] = {}
     for stream in by_urgency(streams):
         by_name.setdefault(stream.name, []).append(stream)
+    if by_name:
+        state.view.look_ahead()
     for name, ordered in by_name.items():
         _place_together(state, name, ordered, now_s)
 
@@ -135,7 +136,7 @@ def place_again(state: State, stream: Stream, now_s: float) -> None:
     elif (awaited := state.slots.awaited.get(stream.id)) is None:
         place_all(state, [stream], now_s)
     else:
-        decisions.begin(state, now_s)
+        state.view.look_ahead()
         _place(state, stream, awaited, state.view.members[awaited].streams + 1, now_s)
 
 

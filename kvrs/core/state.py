@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.core.books.learning import Corrections, Differences
+from kvrs.core.books.learning import Differences, Spread
 from kvrs.core.books.poison import PoisonCounter
 from kvrs.core.books.prefill_scale import PrefillScale
 from kvrs.core.books.waiting import RetryBudget, SlotBook, Timers
@@ -17,7 +17,6 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.estimates import Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import RestoredRows, Stream
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -89,12 +88,9 @@ class State:
     )
 
     # Written by `decisions.py`.
-    corrections: Corrections = field(init=False)
+    spread: Spread = field(default_factory=Spread)
     # Restores of rows that have brought a token, until their target has counted what it loaded.
     restored: dict[tuple[StreamId, int], RestoredRows] = field(default_factory=dict)
-    # Learned corrections of predictions. Usually empty: readers test for that first, because
-    # hashing an enum member costs a call.
-    factors: dict[Option, float] = field(default_factory=dict)
 
     # Written by `steps.py`.
     differences: Differences = field(default_factory=Differences)
@@ -128,16 +124,14 @@ class State:
         policy = self.settings.policy
         self.view = ClusterView(policy.assumed_link_bytes_per_s)
         self.slots = SlotBook(policy.slots_max)
-        self.corrections = Corrections(policy.correction_max)
         self.poison = PoisonCounter(self.streams)
 
     def reload(self, policy: PolicySettings, slo: SloSettings) -> None:
         """Replace the settings.
 
-        Alarms that are set stay as they are, corrections that were learned are kept, and slots
-        beyond a smaller limit run to their end.
+        Alarms that are set stay as they are, what was learned is kept, and slots beyond a smaller
+        limit run to their end.
         """
         self.settings = replace(self.settings, policy=policy, slo=slo)
         self.view.assume(policy.assumed_link_bytes_per_s)
         self.slots.slots_max = policy.slots_max
-        self.corrections.bound(policy.correction_max)

@@ -98,11 +98,9 @@ def stay_deadline_over(state: State, stream: Stream, now_s: float) -> None:
     assert home is not None, stream
     if attempt.option not in stream.recovery.removed:
         stream.recovery.remove(attempt.option)
-        if attempt.decision is not None:
-            decisions.deadline_missed(state, attempt.decision, now_s - deadline.since_s, now_s)
     must_end_s = deadline.latest_s + state.settings.policy.recovery.wait_s
     if home.reforming is not None and not is_past(must_end_s, now_s):
-        decisions.begin(state, now_s)
+        state.view.look_ahead()
         target = _targets(state, home, [stream], now_s).get(stream.id)
         if decisions.stay_or_leave(state, stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
             _set_deadline(state, stream, replace(deadline, until_s=now_s + _LONGEST_GRACE_S))
@@ -118,7 +116,7 @@ def _decide(state: State, home: Member, streams: Sequence[Stream], now_s: float)
     reforming = home.reforming
     assert reforming is not None, home
     reforming.ahead_s, cause = 0.0, cause_of(home.id, reforming.report)
-    decisions.begin(state, now_s)
+    state.view.look_ahead()
     ordered = by_urgency(streams)
     targets = _targets(state, home, ordered, now_s)
     loads = {member.id: member.streams for member in state.view.targets()}
@@ -194,7 +192,7 @@ def _stay(
             return  # This proxy was paused, and the alarm is due.
         _set_deadline(state, stream, replace(deadline, until_s=until_s))
         return
-    latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S
+    latest_s = now_s + chosen.next_token_s + _LONGEST_GRACE_S
     _set_deadline(
         state,
         stream,
@@ -202,6 +200,7 @@ def _stay(
     )
     stream.recovery.note_failure(cause, chosen.target, now_s)
     ledger.stay(state, stream, decision, now_s)
+    state.begun.append((stream, attempt.number))
     state.actions.append(
         act.Recovered(
             stream.id,

@@ -22,7 +22,8 @@ from kvrs.core import ledger
 from kvrs.core.model.cluster_view import Link, agent_of
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import Predicted, Stream
+from kvrs.core.rules import BY_NAME
 from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
@@ -217,19 +218,23 @@ def _computed(member: Member, stream: Stream, compute_s: float) -> Work:
 
 
 def predict(state: State) -> None:
-    """Predict the recoveries that the last event has begun."""
+    """Predict the recoveries that the last event has begun: those that share links and steps
+    together, others by their own estimates.
+    """
     begun, state.begun = state.begun, []
-    victims = [
-        stream
-        for stream, number in begun
-        if stream.attempt.number == number and stream.attempt.decodes_on is not None
-    ]
-    chosen = [
-        (stream, decision.chosen)
-        for stream in victims
-        if (decision := stream.attempt.decision) is not None and decision.chosen.option in _PLAYED
-    ]
-    if not chosen:
+    if not BY_NAME[state.settings.policy.name].predicts:
         return
-    for (stream, _), ends_s in zip(chosen, _Event(state, victims).ends_s(chosen), strict=True):
-        ledger.foretell(stream, ends_s)
+    victims = [
+        (stream, decision.chosen)
+        for stream, number in begun
+        if stream.attempt.number == number and (decision := stream.attempt.decision) is not None
+    ]
+    played = [(stream, chosen) for stream, chosen in victims if chosen.option in _PLAYED]
+    seconds = {stream.id: chosen.next_token_s for stream, chosen in victims}
+    if played:
+        ends_s = _Event(state, [stream for stream, _ in played]).ends_s(played)
+        seconds |= {stream.id: end_s for (stream, _), end_s in zip(played, ends_s, strict=True)}
+    for stream, _ in victims:
+        its_s = seconds[stream.id]
+        low_s, high_s = state.spread.interval(its_s)
+        ledger.foretell(stream, Predicted(its_s, low_s, high_s, len(victims)))

@@ -64,6 +64,7 @@ CAPABILITIES = [
     Capability.CHECKPOINT,
     Capability.PREFIX_CACHE,
     Capability.EXACT_RESUME,
+    Capability.FAIR_QUEUE,
 ]
 
 

@@ -8,8 +8,7 @@ on the target's node or on a third one, may have a checkpoint, and the target th
 history.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf, isfinite
 
@@ -68,8 +67,6 @@ class Question:
     # The target fetches no pages of instances: the holder computes the rest of its cached prompt,
     # and hands off.
     prefix_cache: bool = False
-    # Learned factors of predictions.
-    corrections: Mapping[Option, float] = field(default_factory=dict)
 
     @property
     def history_tokens(self) -> int:
@@ -84,7 +81,6 @@ class Weighed:
     at: InstanceId  # The instance that computes the history, or the rest of it.
     is_chosen: bool
     total_s: float  # With the waits of other victims, if the policy counts them.
-    raw_s: float  # Before the correction.
     terms: tuple[Term, ...]
     extrapolated: bool  # A table was used outside its measured range.
     # First fetched page; a split computes the earlier pages meanwhile.
@@ -173,7 +169,6 @@ def _case(question: Question) -> Case:
     """Build the victim at its target, with a policy's records of the situation."""
     settings = question.settings
     state = State(CoreSettings(settings))
-    state.factors.update(question.corrections)
     view = state.view
     view.assume(question.local_bytes_per_s)
     # The queue that is asked about comes before the victim, whatever is in it.
@@ -233,10 +228,6 @@ def _taken_apart(
     case: Case, rule: Rule, estimate: Estimate, others: float, *, is_chosen: bool
 ) -> Weighed:
     terms = [*rule.terms(case, estimate)]
-    factor = case.factor(estimate.option)
-    if factor != 1.0 and rule.learns:
-        how = f"{estimate.raw_s:.6f} s by the tables, times {factor:.3g}"
-        terms.append(Term("correction", estimate.next_token_s - estimate.raw_s, how))
     if estimate.lookahead_s:
         terms.append(Term("look-ahead", estimate.lookahead_s, "of the tokens after the next one"))
     waited_s = estimate.wait_of_others_s(others) if rule.spares_others else 0.0
@@ -249,7 +240,6 @@ def _taken_apart(
         estimate.source if is_handed_off and estimate.source else estimate.target,
         is_chosen,
         estimate.total_s + waited_s,
-        estimate.raw_s,
         tuple(terms),
         estimate.extrapolated,
         estimate.first_page,
@@ -285,10 +275,9 @@ def _crossover_bytes_per_s(question: Question) -> float | None:
     if not (fastest and at_1_byte_per_s and recompute) or recompute.total_s <= fastest.total_s:
         return None
     size_bytes = at_1_byte_per_s.transfer_s - fastest.transfer_s
-    factor = at_1_byte_per_s.total_s / at_1_byte_per_s.raw_s
     # A queue at the target may outlast the fastest transfer: its total is no fixed cost.
     fixed_s = at_1_byte_per_s.queue_s + at_1_byte_per_s.compute_s + fastest.transfer_s
-    bytes_per_s = size_bytes / (recompute.total_s / factor - fixed_s)
+    bytes_per_s = size_bytes / (recompute.total_s - fixed_s)
     return bytes_per_s if isfinite(bytes_per_s) else None
 
 
@@ -305,8 +294,7 @@ def _crossover_queue_depth(question: Question) -> float | None:
         return None
     if without_queue.total_s >= migrate.total_s or without_queue.source is None:
         return 0.0
-    factor = question.corrections.get(Option.RECOMPUTE, 1.0)
-    queue_s = migrate.total_s / factor - without_queue.compute_s - without_queue.transfer_s
+    queue_s = migrate.total_s - without_queue.compute_s - without_queue.transfer_s
     return max(0.0, queue_s / question.service_s)
 
 

@@ -42,7 +42,6 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         "backup": {"mode": "peer"},
         "cluster": {"model": tiny_llama, "nodes": nodes, "engine": {"pages": PAGES}},
         # On a busy machine one recovery by reuse may take so long that the next one recomputes.
-        "policy": {"correction_max": 1},
         "proxy": {"port": 0, "admin_port": 0},
     }
     with starts_forked(), Cluster(parse_config(document), lambda line: None) as running:

@@ -118,8 +118,8 @@ def test_a_file_overrides_a_preset_and_the_environment_overrides_both(
 
     assert shown["config"]["policy"]["name"] == "auto"
     assert shown["from"]["policy.name"] == "own.yaml:1"
-    assert shown["config"]["policy"]["correction_max"] == 1.0
-    assert shown["from"]["policy.correction_max"].startswith("lumen.yaml:")
+    assert shown["config"]["policy"]["restored_at"] == "holder"
+    assert shown["from"]["policy.restored_at"].startswith("lumen.yaml:")
     assert shown["config"]["backup"]["mode"] == "remote"
     assert shown["config"]["backup"]["alpha"] == 2.5
     assert shown["from"]["backup.alpha"] == "KVRS_BACKUP__ALPHA"

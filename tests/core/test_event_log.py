@@ -117,7 +117,7 @@ mappings: dict[Any, dict[str, Any]] = {
         "policy": st.builds(
             PolicySettings,
             name=st.sampled_from(PolicyName),
-            correction_max=st.floats(1, 10),
+            slot_lease_s=st.floats(1, 10),
             recovery=st.builds(RecoverySettings, wait_s=st.floats(0, 3600)),
         ),
         "slo": st.builds(SloSettings, ttft_s=st.none() | st.floats(1e-9, 86400)),
@@ -174,7 +174,7 @@ def test_an_instance_comes_back_with_its_table(up: ev.InstanceUp) -> None:
 
 
 @given(
-    st.builds(PolicySettings, name=st.sampled_from(PolicyName), correction_max=st.floats(1, 10)),
+    st.builds(PolicySettings, name=st.sampled_from(PolicyName), slot_lease_s=st.floats(1, 10)),
     st.builds(SloSettings, abort=st.booleans()),
 )
 @settings(deadline=None)

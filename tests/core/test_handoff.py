@@ -122,7 +122,7 @@ def test_a_redirected_recovery_is_not_learned_from() -> None:
 
     assert (start.plan, redirect.plan.decode) == (act.Plan(D1, InstanceId("p1")), InstanceId("d2"))
     assert settled.real_s == 5.0
-    assert told.policy.snapshot()["corrections"] == {}
+    assert told.policy.snapshot()["spread"]["events"] == 0.0
 
 
 def test_own_pair_keeps_the_plan() -> None:

@@ -310,7 +310,7 @@ def test_a_decision_without_restore_names_the_agents_that_were_down() -> None:
     other = InstanceId("agent-n1")
     weighed = msgspec.structs.replace(
         recovered(B),
-        estimates=(Estimate(Option.RESTORE, D1, 0.1, 0.0, 0.1, 0.0, False, raw_s=0.1),),
+        estimates=(Estimate(Option.RESTORE, D1, 0.1, 0.0, 0.1, 0.0, False),),
     )
 
     found = told(

@@ -53,7 +53,7 @@ def test_the_prefix_cache_of_a_prefill_instance_is_migrated_from() -> None:
     assert estimate.queue_s == 0.25
     assert estimate.compute_s == pytest.approx(0.101 - 0.096)
     assert estimate.transfer_s == pytest.approx(0.002 + 112 * GEOMETRY.bytes_per_token / 1e7)
-    assert estimate.raw_s == pytest.approx(
+    assert estimate.total_s == pytest.approx(
         estimate.queue_s + estimate.compute_s + estimate.transfer_s
     )
 

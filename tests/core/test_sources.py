@@ -282,10 +282,8 @@ def test_only_an_engine_with_the_capability_splits() -> None:
     }
 
 
-def test_a_recovery_is_settled_and_corrects_the_next_prediction() -> None:
-    """`Settled` at the first token: raw and corrected prediction, real cost, regret; the correction
-    is bounded.
-    """
+def test_a_recovery_is_settled_and_widens_the_next_interval() -> None:
+    """`Settled` at the first token: predicted and real cost, and the interval, which widens."""
     harness = PolicyHarness("p0", "d0", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
     record = only(harness.lose("d0", at_s=10.0, A=1), act.Recovered)
@@ -293,31 +291,33 @@ def test_a_recovery_is_settled_and_corrects_the_next_prediction() -> None:
     settled = only(harness.handle(ev.StreamResumed(A, 2), at_s=11.0), act.Settled)
     harness.handle(instance_up("d0", epoch=2))
     again = only(harness.lose("d1", at_s=12.0, A=2), act.Recovered)
+    then = only(harness.handle(ev.StreamResumed(A, 3), at_s=12.1), act.Settled)
 
-    migrate, other = (
-        next(e for e in record.estimates if (e.option is Option.MIGRATE) is wanted)
-        for wanted in (True, False)
+    first, second = (
+        next(e for e in each.estimates if e.option is Option.MIGRATE) for each in (record, again)
     )
+    assert settled.low_s is not None
     assert settled == act.Settled(
-        A, 2, Option.MIGRATE, migrate.raw_s, migrate.total_s, 1.0, 1.0 - other.total_s
+        A, 2, Option.MIGRATE, settled.predicted_s, 1.0, settled.low_s, settled.high_s
     )
-    assert migrate.raw_s == migrate.total_s
-    learned = next(e for e in again.estimates if e.option is Option.MIGRATE)
-    assert learned.raw_s < learned.total_s <= 4 * learned.raw_s
-    assert harness.policy.snapshot()["corrections"]["migrate"] == pytest.approx(
-        learned.total_s / learned.raw_s, rel=0.01
-    )
+    assert settled.predicted_s == pytest.approx(first.total_s, rel=0.2)
+    assert settled.low_s < settled.predicted_s < 1.0
+    assert then.low_s is not None
+    assert then.predicted_s / then.low_s > settled.predicted_s / settled.low_s
+    assert second.total_s < 1.5 * first.total_s  # It is not corrected.
 
 
-def test_rom_predictions_are_never_corrected() -> None:
-    """`rom` learns nothing, and neither does any policy with `correction_max: 1`."""
-    for changes in ({"name": PolicyName.ROM}, {"correction_max": 1.0}):
-        harness = PolicyHarness("p0", "d0", "d1", **changes)
-        harness.decoding("A")
-        harness.lose("d0", at_s=10.0, A=1)
-        harness.handle(ev.StreamResumed(A, 2), at_s=99.0)
+def test_rom_predicts_no_interval_and_learns_none() -> None:
+    """Its costs leave out queues and steps."""
+    harness = PolicyHarness("p0", "d0", "d1", name=PolicyName.ROM)
+    before = harness.policy.snapshot()["spread"]
+    harness.decoding("A")
+    harness.lose("d0", at_s=10.0, A=1)
 
-        assert harness.policy.snapshot()["corrections"] == {}
+    settled = only(harness.handle(ev.StreamResumed(A, 2), at_s=99.0), act.Settled)
+
+    assert (settled.low_s, settled.high_s) == (None, None)
+    assert harness.policy.snapshot()["spread"] == before
 
 
 def test_a_first_start_is_no_recovery_to_settle() -> None:

@@ -90,7 +90,7 @@ def test_a_stream_leaves_where_that_is_sooner() -> None:
 
 
 def test_the_next_token_ends_the_recovery() -> None:
-    """The prediction is compared with the real time and corrects later ones."""
+    """The prediction is compared with the real time."""
     harness = two_pairs("s")
     harness.handle(reforming("d0", 0.02), at_s=1.0)
     harness.handle(reformed("d0"), at_s=1.03)
@@ -99,7 +99,7 @@ def test_the_next_token_ends_the_recovery() -> None:
 
     assert (settled.option, settled.attempt) == (Option.IN_PLACE, 1)
     assert [settled.predicted_s, settled.real_s] == pytest.approx([0.02, 0.04])
-    assert harness.policy.snapshot()["corrections"]["in_place"] > 1
+    assert settled.low_s is not None
     assert ring(harness, 9.0) == []
     assert [
         a for a in harness.handle(ev.StreamEnded(S, 1), at_s=9.1) if not isinstance(a, act.WakeAt)
@@ -150,7 +150,6 @@ def test_an_instance_that_breaks_its_word_is_left() -> None:
     assert (halt.attempt, start.attempt, start.plan.decode) == (1, 2, "d1")
     assert Option.IN_PLACE not in options_of(recovered)
     assert "was to go on" in recovered.cause
-    assert harness.policy.snapshot()["corrections"]["in_place"] > 1
 
 
 def test_streams_that_leave_at_their_alarms_are_one_event() -> None:
@@ -291,27 +290,6 @@ def test_streams_that_leave_together_are_charged_what_they_cost_each_other() -> 
         chosen[count] = first.option, first.others
 
     assert chosen == {1: (Option.SPLIT, 0.0), 8: (Option.MIGRATE, 3.5)}
-
-
-def test_what_re_formings_took_is_learned_for_the_next_promise() -> None:
-    """Regret and correction as of any option: an instance that takes twice as long as it says is
-    believed less, and its streams are not taken away for that.
-    """
-    harness = two_pairs("s")
-    promised_s = []
-    for number in range(1, 6):
-        at_s = 10.0 * number
-        stay = only(harness.handle(reforming("d0", 0.1, number=number), at_s=at_s), act.Stay)
-        promised_s.append(stay.until_s - at_s)
-        harness.handle(reformed("d0"), at_s=at_s + 0.19)
-        settled = only(harness.handle(ev.StreamResumed(S, 1), at_s=at_s + 0.2), act.Settled)
-
-    assert promised_s == sorted(promised_s)
-    assert promised_s[0] == pytest.approx(0.1 + 0.1)
-    assert promised_s[-1] > 0.1 * 1.4 + 0.1
-    assert settled.raw_s == pytest.approx(0.1)
-    assert settled.predicted_s > 0.14
-    assert settled.regret_s < 0
 
 
 def test_lost_cells_are_no_source() -> None:
@@ -629,8 +607,8 @@ def test_the_terms_of_a_stay_add_up() -> None:
     (case,) = cases_of(books, stream, [home], 1.0)
     terms = [*rule.terms(case, estimate)]
 
-    assert sum(term.seconds for term in terms) == pytest.approx(estimate.raw_s)
-    assert estimate.raw_s == pytest.approx(0.023)
+    assert sum(term.seconds for term in terms) == pytest.approx(estimate.total_s)
+    assert estimate.total_s == pytest.approx(0.023)
 
 
 @pytest.mark.parametrize(("ready_in_s", "late_s"), [(0.02, 0.1), (1.0, 0.5), (10.0, 2.0)])

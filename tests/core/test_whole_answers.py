@@ -69,7 +69,7 @@ def test_its_time_is_no_measure_of_a_prediction() -> None:
     actions = harness.handle(ev.StreamResumed(A, 2), at_s=90.0)
 
     assert not of(actions, act.Settled)
-    assert harness.policy.state.corrections.snapshot() == {}
+    assert harness.policy.state.spread.events == 1.0
 
 
 def test_its_time_is_no_prefill_that_was_seen() -> None:

@@ -53,7 +53,6 @@ questions = st.builds(
     checkpoint_tokens=st.integers(0, 800),
     checkpoint_at=st.sampled_from(CheckpointAt),
     reused_tokens=st.sampled_from([0, 10, 100, 400]),
-    corrections=st.dictionaries(st.sampled_from(Option), st.floats(0.25, 4)),
     prefix_cache=st.booleans(),
 )
 
@@ -98,17 +97,12 @@ def total_s(explanation: Explanation, option: Option) -> float:
 @given(questions, st.sampled_from([0.0, 0.5, 11.0]))
 @examples(200)
 def test_the_terms_of_every_option_add_up(asked: Question, others: float) -> None:
-    """The terms that are shown add up to the cost that was compared; but for the correction no term
-    is negative.
-    """
+    """The terms that are shown add up to the cost that was compared, and none is negative."""
     for weighed in explain(replace(asked, others=others)).options:
         assert sum(term.seconds for term in weighed.terms) == pytest.approx(
             weighed.total_s, rel=1e-9
         )
-        assert all(term.seconds >= 0 for term in weighed.terms if term.name != "correction")
-        added = ("correction", "others wait")
-        uncorrected = [term.seconds for term in weighed.terms if term.name not in added]
-        assert sum(uncorrected) == pytest.approx(weighed.raw_s, rel=1e-9)
+        assert all(term.seconds >= 0 for term in weighed.terms)
 
 
 def test_a_choice_is_shown_with_what_other_victims_wait_for_it() -> None:
@@ -251,19 +245,6 @@ def test_a_split_shows_where_it_splits() -> None:
     assert "the first 10 pages" in next(
         term.how for term in split.terms if term.name == "fetch and front"
     )
-
-
-def test_a_correction_turns_the_answer_and_is_shown() -> None:
-    """Raw and corrected."""
-    plain, corrected = (
-        explain(question(reused_tokens=320, corrections=factors))
-        for factors in ({}, {Option.REUSE: 100.0})
-    )
-
-    assert (plain.chosen, corrected.chosen) == (Option.REUSE, Option.SPLIT)
-    (reuse,) = [weighed for weighed in corrected.options if weighed.option is Option.REUSE]
-    assert [reuse.raw_s, reuse.total_s] == pytest.approx([0.020, 2.0])
-    assert reuse.terms[-1].name == "correction"
 
 
 def test_the_choice_of_every_policy_is_shown() -> None:

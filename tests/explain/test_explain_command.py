@@ -279,7 +279,7 @@ def test_a_log_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [each["subject"] for each in found["incidents"]] == ["d0", "d1", "p1", "agent-n1"]
     first = found["incidents"][0]["streams"][0]["decisions"][0]
     assert first["settled"]["real_s"] > 0
-    assert {"raw_s", "total_s", "first_page"} <= set(first["action"]["estimates"][0])
+    assert {"step_s", "total_s", "first_page"} <= set(first["action"]["estimates"][0])
 
 
 def test_a_log_begins_with_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ LONG = Load(streams=1, prompt_tokens=400, tokens=150)
 
 
 def link(name: str, bytes_per_s: float) -> dict[str, object]:
-    policy = {"name": name, "assumed_link_bytes_per_s": bytes_per_s, "correction_max": 1}
+    policy = {"name": name, "assumed_link_bytes_per_s": bytes_per_s}
     return {"policy": policy, "transfer": {"link_bytes_per_s": bytes_per_s}}
 
 

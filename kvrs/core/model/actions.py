@@ -133,11 +133,11 @@ class Settled(_Action, frozen=True, gc=False):
     stream: StreamId
     attempt: int
     option: Option
-    raw_s: float  # The prediction by the tables, before the learned correction.
-    predicted_s: float  # The prediction with the learned correction.
+    predicted_s: float  # Predicted cost beside the other victims of the event.
     real_s: float
-    # Real cost minus the best prediction of the other options; below 0: the choice was good.
-    regret_s: float
+    # Nine of ten real costs with this prediction are between these; None: not known.
+    low_s: float | None = None
+    high_s: float | None = None
 
 
 class RowsLoaded(_Action, frozen=True, gc=False):

@@ -43,13 +43,12 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
 
     option: Option
     target: InstanceId
-    total_s: float  # `raw_s` with the learned correction, plus `lookahead_s`.
+    # The sum of the parts below, for a split less than the sum, for a replay more.
+    total_s: float
     queue_s: float = 0.0
     transfer_s: float = 0.0
     compute_s: float = 0.0
     extrapolated: bool = False  # True: a table was used outside its measured range.
-    # The prediction by the tables: the sum of the parts above, for a split less than the sum.
-    raw_s: float = 0.0
     # Time for which other victims at the target wait because of this one: the target's part of
     # `compute_s` without step overheads, or in place, this stream's restore.
     at_target_s: float = 0.0

@@ -413,7 +413,7 @@ class TimerFired(_Event, frozen=True):
 
 
 class SettingsReloaded(_Event, frozen=True):
-    """The settings have changed. Open streams keep their deadlines, and learned corrections are
+    """The settings have changed. Open streams keep their deadlines, and what was learned is
     kept.
     """
 

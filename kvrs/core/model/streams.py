@@ -81,6 +81,15 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     refusal: act.StreamRefusal | None = None
 
 
+class Predicted(msgspec.Struct, frozen=True):
+    """The predicted cost of an attempt that has begun: the time until the stream's next token."""
+
+    seconds: float
+    low_s: float  # Nine of ten real costs are between these.
+    high_s: float
+    victims: int = 1  # Victims of the event that were predicted together.
+
+
 class RestoredRows(msgspec.Struct, frozen=True):
     """A restore of rows whose first token has come, and what else it would have been."""
 
@@ -88,8 +97,8 @@ class RestoredRows(msgspec.Struct, frozen=True):
     engines: frozenset[InstanceId]  # The instances whose rows were asked for.
     expected_tokens: int
     least_tokens: int  # A restore that expects fewer says nothing about the agents' rows.
-    raw_s: float
-    recompute_s: float | None  # The prediction, uncorrected, of a recompute; None: it had none.
+    predicted: Predicted
+    recompute_s: float | None  # The prediction of a recompute; None: it had none.
     real_s: float
 
 
@@ -117,8 +126,8 @@ class AttemptState(msgspec.Struct, eq=False):
     option: Option = Option.START
     started_s: float = 0.0
     decision: Decision | None = None  # The attempt's decision, until its first token.
-    # Time until its token, as `together.py` predicts it; None: not predicted.
-    predicted_s: float | None = None
+    # The attempt's predicted cost; None: it is none of time, or not predicted yet.
+    predicted: Predicted | None = None
     resumed: bool = False  # The attempt has produced a token for the client.
     runs_on: Member | None = None
     decodes_on: Member | None = None

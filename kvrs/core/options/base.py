@@ -55,11 +55,6 @@ class Case(msgspec.Struct, gc=False):
     best_fetch: Estimate | None = None  # The cheapest estimate of migrate and restore so far.
     best_source: KvSource | None = None  # The first source of `best_fetch`.
 
-    def factor(self, option: Option) -> float:
-        """Return the learned factor for predictions of this option."""
-        factors = self.state.factors
-        return factors.get(option, 1.0) if factors else 1.0
-
     def pages_of(self, source: InstanceId | None) -> int:
         """Return the number of wanted pages at this source (None: at the target)."""
         if source is None:
@@ -82,7 +77,7 @@ class RecoveryOption(msgspec.Struct, frozen=True):
     # Appends the estimates of the option in this case, zero or more.
     estimate: Callable[[Case, list[Estimate]], None]
     plan: Callable[[State, Stream, Estimate], act.Plan]  # Makes the plan of a fresh estimate.
-    # Yields the summands of an estimate's `raw_s`.
+    # Yields the summands of an estimate's `next_token_s`.
     terms: Callable[[Case, Estimate], Iterable[Term]]
     # A plan whose estimate names a source fetches pages, and so takes a transfer slot.
     fetches: bool = True

@@ -5,8 +5,8 @@ or has not produced a token also pays for the restores before its own, its own r
 rest of its attempt's own work.
 
 Substitute is the same option of an instance that has lost the host of a pipeline stage, and borrows
-the same stage of another instance. It has a learned factor of its own: borrowing a stage costs a
-session and the lost cells, a new host costs loading the weights.
+the same stage of another instance: that costs a session and the lost cells, where a new host costs
+loading the weights.
 """
 
 from collections.abc import Iterable
@@ -33,16 +33,14 @@ def estimate_stay(state: State, stream: Stream, home: Member) -> Estimate:
     transfer_s, compute_s = reforming.restore_s(stream.id), rest_s(stream, reforming, now_s)
     if transfer_s or compute_s:  # A stream with nothing to restore waits for no other stream.
         queue_s += reforming.ahead_s
-    raw_s = queue_s + transfer_s + compute_s
     later_s = lookahead_s(stream, home)
     return Estimate(
         reforming.option,
         home.id,
-        raw_s * state.factors.get(reforming.option, 1.0) + later_s,
+        queue_s + transfer_s + compute_s + later_s,
         queue_s,
         transfer_s,
         compute_s,
-        raw_s=raw_s,
         at_target_s=transfer_s + compute_s,
         lookahead_s=later_s,
     )

@@ -83,7 +83,6 @@ def _cached(case: Case, holder: Holder) -> Estimate:
         queue_s=there.ahead_s,
         target_queue_s=target.ahead_s,
         handshake_s=HANDSHAKE_S,
-        factor=case.factor(_MIGRATE),
         drain_s=link.in_flight_bytes / link.bytes_per_s,
         step_s=case.hand_off_step_s,
     )
@@ -103,7 +102,6 @@ def estimate_cached(
     queue_s: float = 0.0,
     target_queue_s: float = 0.0,
     handshake_s: float = 0.0,
-    factor: float = 1.0,
     drain_s: float = 0.0,
     step_s: float = 0.0,
 ) -> Estimate:
@@ -118,20 +116,18 @@ def estimate_cached(
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     transfer_s = handshake_s + holder.info.geometry.sent_bytes(history_tokens) / bytes_per_s
     queue_s = max(queue_s, drain_s - compute_s)
-    raw_s = queue_s + compute_s + transfer_s
-    if target_queue_s > raw_s:
-        queue_s += target_queue_s - raw_s
-        raw_s = target_queue_s
-    raw_s += step_s
+    total_s = queue_s + compute_s + transfer_s
+    if target_queue_s > total_s:
+        queue_s += target_queue_s - total_s
+        total_s = target_queue_s
     return Estimate(
         _MIGRATE,
         target.id,
-        raw_s * factor,
+        total_s + step_s,
         queue_s,
         transfer_s,
         compute_s,
         not is_covered,
-        raw_s,
         source=holder.id,
         by_prefill=True,
         step_s=step_s,
@@ -184,7 +180,6 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
     if len(case.sources) > 1 and pages < case.wanted_pages:
         second, pages, more_s = extension(case, source, pages, wait_s + transfer_s)
         transfer_s += more_s
-    factors = case.state.factors
     estimate = estimate_fetch(
         option,
         target,
@@ -193,14 +188,13 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
         pages * target.page_size_tokens,
         transfer_s,
         target.ahead_s + wait_s,
-        factors.get(option, 1.0) if factors else 1.0,
         source.id,
         second,
         case.step_s,
     )
     estimates.append(estimate)
     best = case.best_fetch
-    if best is None or estimate.raw_s < best.raw_s:
+    if best is None or estimate.total_s < best.total_s:
         case.best_fetch, case.best_source = estimate, source
 
 
@@ -212,7 +206,6 @@ def estimate_fetch(
     prefix_tokens: int,
     transfer_s: float = 0.0,
     queue_s: float = 0.0,
-    factor: float = 1.0,
     source: InstanceId | None = None,
     second: InstanceId | None = None,
     step_s: float = 0.0,
@@ -225,16 +218,14 @@ def estimate_fetch(
     table = target.prefill
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     at_target_s = compute_s - table.step_overhead_s
-    raw_s = queue_s + transfer_s + compute_s + step_s
     return Estimate(
         option,
         target.id,
-        raw_s * factor,
+        queue_s + transfer_s + compute_s + step_s,
         queue_s,
         transfer_s,
         compute_s,
         not is_covered,
-        raw_s,
         at_target_s if at_target_s > 0 else 0.0,
         source,
         second,
@@ -365,7 +356,6 @@ def estimate_reuse(case: Case, estimates: list[Estimate]) -> None:
             pages * target.page_size_tokens,
             transfer_s=more_s,
             queue_s=target.ahead_s + wait_s,
-            factor=case.factor(_REUSE),
             second=second,
             step_s=case.step_s,
         )

@@ -37,8 +37,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     target, history, state = case.target, case.history_tokens, case.state
     info = target.info
     queue_s, view = target.ahead_s, state.view
-    factors, here_s = state.factors, queue_s + case.history_s + case.step_s
-    factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
+    here_s = queue_s + case.history_s + case.step_s
     prefill, there = prefill_for(view, target, case.stream), None
     if prefill is target and info.joins_prefill:
         return
@@ -60,7 +59,6 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             history,
             compute_s,
             extrapolated,
-            factor,
             prefill.ahead_s,
             queue_s,
             HANDSHAKE_S,
@@ -68,7 +66,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             link.in_flight_bytes / link.bytes_per_s,
             case.hand_off_step_s,
         )
-        if there.raw_s <= here_s or computes_nothing:
+        if there.total_s <= here_s or computes_nothing:
             estimates.append(there)
             return
     at_target_s = case.history_s - target.prefill.step_overhead_s
@@ -76,12 +74,11 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         Estimate(
             _RECOMPUTE,
             target.id,
-            here_s * factor,
+            here_s,
             queue_s,
             0.0,
             case.history_s,
             case.extrapolated,
-            here_s,
             at_target_s if at_target_s > 0 else 0.0,
             step_s=case.step_s,
         )
@@ -150,7 +147,6 @@ def estimate_handed_off(
     history_tokens: int,
     compute_s: float,
     extrapolated: bool,
-    factor: float = 1.0,
     queue_s: float = 0.0,
     target_queue_s: float = 0.0,
     handshake_s: float = 0.0,
@@ -166,20 +162,18 @@ def estimate_handed_off(
     """
     transfer_s = handshake_s + prefill.info.geometry.sent_bytes(history_tokens) / bytes_per_s
     queue_s = max(queue_s, drain_s - compute_s)
-    raw_s = queue_s + compute_s + transfer_s
-    if target_queue_s > raw_s:
-        queue_s += target_queue_s - raw_s
-        raw_s = target_queue_s
-    raw_s += step_s
+    total_s = queue_s + compute_s + transfer_s
+    if target_queue_s > total_s:
+        queue_s += target_queue_s - total_s
+        total_s = target_queue_s
     return Estimate(
         _RECOMPUTE,
         target.id,
-        raw_s * factor,
+        total_s + step_s,
         queue_s,
         transfer_s,
         compute_s,
         extrapolated,
-        raw_s,
         source=prefill.id,
         step_s=step_s,
     )

@@ -39,13 +39,12 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     if prompt.wanted_pages:
         MIGRATE.estimate(prompt, found)
     RECOMPUTE.estimate(prompt, found)
-    factor = case.factor(_REPLAY) * (1.0 + _chance(case))
+    factor = 1.0 + _chance(case)
     for each in found:
         if each.option is Option.MIGRATE and not each.by_prefill:
             continue  # A replay does not fetch pages.
-        raw_s = each.raw_s + decode_s
-        total_s = raw_s * factor
-        estimates.append(replace(each, option=_REPLAY, raw_s=raw_s, total_s=total_s))
+        total_s = (each.total_s + decode_s) * factor
+        estimates.append(replace(each, option=_REPLAY, total_s=total_s))
 
 
 def plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
@@ -55,10 +54,10 @@ def plan(state: State, stream: Stream, estimate: Estimate) -> act.Plan:
 def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     prompt_by = MIGRATE if estimate.by_prefill else RECOMPUTE
     yield from prompt_by.terms(_prompt_of(case), estimate)
-    how = f"{case.stream.produced_tokens:,} tokens, one a step"
+    yield Term("replay", _decode_s(case), f"{case.stream.produced_tokens:,} tokens, one a step")
     if chance := _chance(case):
-        how += f"; they differ with a probability of {chance:.2g}"
-    yield Term("replay", _decode_s(case), how)
+        how = f"the tokens differ with a probability of {chance:.2g}"
+        yield Term("again", estimate.next_token_s * chance / (1.0 + chance), how)
 
 
 def _prompt_of(case: Case) -> Case:

@@ -36,19 +36,17 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     if front is None:
         return
     first_page, both_s, front_s = front
-    raw_s = fetch.queue_s - drain_s + both_s + fetch.compute_s + case.step_s
+    total_s = fetch.queue_s - drain_s + both_s + fetch.compute_s + case.step_s
     front_at_s = front_s - table.step_overhead_s
-    factors = case.state.factors
     estimates.append(
         Estimate(
             _SPLIT,
             fetch.target,
-            raw_s * factors.get(_SPLIT, 1.0) if factors else raw_s,
+            total_s,
             fetch.queue_s,
             fixed_s + (pages - first_page) * page_s,
             fetch.compute_s + front_s,
             fetch.extrapolated or not table.covers(first_page * size),
-            raw_s,
             fetch.at_target_s + (front_at_s if front_at_s > 0 else 0.0),
             fetch.source,
             fetch.second,
@@ -73,7 +71,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         f"the longer of handshake and {how}: {estimate.transfer_s:.6f} s, "
         f"and of computing the first {first_page:,} pages meanwhile: {front_s:.6f} s"
     )
-    fetch_s = estimate.raw_s - estimate.queue_s - tail_s - estimate.step_s
+    fetch_s = estimate.next_token_s - estimate.queue_s - tail_s - estimate.step_s
     yield Term("fetch and front", max(0.0, fetch_s), meanwhile)
     yield Term("prefill", tail_s, tail(case, prefix))
     yield from step_term(estimate)

@@ -31,7 +31,7 @@ class Rule:
 
     several_targets = False  # True: the least loaded targets are estimated beside the assigned one.
     stays = True  # True: a stream may stay at an instance that re-forms.
-    learns = True  # True: measured recovery times correct the predictions.
+    predicts = True  # True: its costs are those of the next token, and none is left out.
     spares_others = False  # True: a choice is charged for the time that other victims wait.
 
     def __init__(self, name: PolicyName, weighed: Sequence[RecoveryOption]) -> None:
@@ -78,11 +78,11 @@ class Rule:
                 return chosen
         fastest = cheapest(estimates)
         if budget_s is not None and fastest.next_token_s > budget_s:
-            return Estimate(Option.ABORT, fastest.target, fastest.total_s, raw_s=fastest.raw_s)
+            return Estimate(Option.ABORT, fastest.target, fastest.total_s)
         return self.choose(estimates, fastest)
 
     def terms(self, case: Case, estimate: Estimate) -> Iterable[Term]:
-        """Return the summands of `estimate.raw_s`."""
+        """Return the summands of `estimate.next_token_s`."""
         return options.BY_NAME[estimate.option].terms(case, estimate)
 
 

@@ -1,7 +1,7 @@
 """`rom`: `ROM_DECIDE` of seed KVRS. Migrate costs the prompt's KV bytes / bandwidth, recompute the
 prompt's prefill time; the cheaper option is chosen, and a tie goes to migrate.
 
-The costs leave out queues, produced tokens, checkpoints and learned corrections. As in the seed,
+The costs leave out queues, produced tokens and checkpoints. As in the seed,
 both options are compared at one target, because these costs cannot tell targets apart.
 """
 
@@ -28,7 +28,7 @@ _MIGRATE, _RECOMPUTE = Option.MIGRATE, Option.RECOMPUTE
 
 class Rom(Rule):
     stays = False
-    learns = False
+    predicts = False
 
     def weigh(
         self, state: State, stream: Stream, targets: Sequence[Member], now_s: float
@@ -85,7 +85,6 @@ def rom_migrate(
         target.id,
         transfer_s,
         transfer_s=transfer_s,
-        raw_s=transfer_s,
         source=source,
         by_prefill=by_prefill,
     )
@@ -100,7 +99,6 @@ def rom_recompute(prefill: Member, target: Member, prompt_tokens: int) -> Estima
         compute_s,
         compute_s=compute_s,
         extrapolated=not prefill.prefill.covers(prompt_tokens),
-        raw_s=compute_s,
         source=None if prefill.id == target.id else prefill.id,
     )
 

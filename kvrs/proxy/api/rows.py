@@ -366,8 +366,9 @@ PROXY = {
     "kvrs_link_bytes_per_second": Row(
         _links, "Measured bandwidth of the link between two nodes.", "source target"
     ),
-    "kvrs_recovery_correction_ratio": Row(
-        _by_key("policy.corrections"), "Learned factor on the predictions of an option.", "option"
+    "kvrs_recovery_interval_factor": Row(
+        "policy.spread.interval_factor",
+        "Factor from a predicted recovery to the ends of the interval of nine of ten real ones.",
     ),
     "kvrs_gossip_members": Row(_members, "Members of the group by status.", "status"),
     "kvrs_gossip_health": Row("gossip.health", "Lifeguard local health score (0 = healthy)."),

@@ -140,6 +140,10 @@ def process_registry() -> CollectorRegistry:
     return registry
 
 
+# Buckets of a measured duration over the predicted one.
+OFF = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+
+
 class RecoveryMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         series = partial(
@@ -155,6 +159,22 @@ class RecoveryMetrics:
             "kvrs_recovery_predicted_seconds", "Predicted duration of a recovery."
         )
         self._real = series("kvrs_recovery_real_seconds", "Measured duration of a recovery.")
+        self._off = DurationSeries(
+            "kvrs_recovery_off_ratio",
+            "Measured over predicted duration of a recovery.",
+            buckets=OFF,
+            registry=registry,
+            label="option",
+            values=[*Option],
+        )
+        self._intervals = Counter(
+            "kvrs_recovery_intervals",
+            "Recoveries with a predicted interval, by whether the measured duration was inside.",
+            ["inside"],
+            registry=registry,
+        )
+        for inside in ("true", "false"):
+            self._intervals.labels(inside)
         for option in Option:
             for outcome in OUTCOMES:
                 self._settled.labels(option, outcome)
@@ -165,6 +185,11 @@ class RecoveryMetrics:
         if recovery.real_s is not None:
             self._predicted.by_value[option].observe(recovery.predicted_s)
             self._real.by_value[option].observe(recovery.real_s)
+            if recovery.predicted_s > 0:
+                self._off.by_value[option].observe(recovery.real_s / recovery.predicted_s)
+            if recovery.low_s is not None and recovery.high_s is not None:
+                inside = recovery.low_s <= recovery.real_s <= recovery.high_s
+                self._intervals.labels("true" if inside else "false").inc()
 
 
 class AdmissionMetrics:

@@ -38,15 +38,14 @@ class Recovery:
     failed: InstanceId | None
     target: InstanceId | None
     cause: str
+    # Predicted cost: of the option alone, and once the attempt has its token, beside the other
+    # victims of the event.
     predicted_s: float
     estimates: tuple[Estimate, ...]
     produced_tokens: int
     decided_s: float  # Monotonic time of the decision, by the clock of `last_write_s`.
     last_write_s: float | None
-    # Predicted time of this recovery before its correction; None: not resumed yet.
-    raw_s: float | None = None
-    # Real cost minus the best prediction for another option; None: not resumed yet.
-    regret_s: float | None = None
+    settled: act.Settled | None = None  # The policy's record of the token; None: not resumed yet.
     # Time from the decision to the first new token; None: not resumed yet.
     real_s: float | None = None
     gap_s: float | None = (
@@ -68,6 +67,16 @@ class Recovery:
     # Context of the client's request while the recovery runs; then None.
     request: RequestContext | None = None
 
+    @property
+    def low_s(self) -> float | None:
+        """The lower end of the predicted interval; None: not resumed yet, or not predicted."""
+        return None if self.settled is None else self.settled.low_s
+
+    @property
+    def high_s(self) -> float | None:
+        """The upper end of the predicted interval; None as for `low_s`."""
+        return None if self.settled is None else self.settled.high_s
+
     def facts(self) -> dict[str, Any]:
         """Return the facts for the log: the decision, its predicted cost, and its result."""
         others: dict[str, float] = {}  # Lowest estimate of each other option, over all targets.
@@ -86,6 +95,8 @@ class Recovery:
             "produced_tokens": self.produced_tokens,
             "loaded_tokens": self.loaded_tokens,
             "predicted_s": self.predicted_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
             "others_s": " ".join(f"{option}:{_short(cost)}" for option, cost in others.items()),
             "outcome": self.outcome,
             "real_s": self.real_s,
@@ -171,14 +182,14 @@ class RecoveryLog:
         """Note the policy's prediction for a recovery that is about to be `resumed`."""
         recovery = self.running.get(action.stream)
         if recovery is not None and recovery.attempt == action.attempt:
-            recovery.raw_s, recovery.regret_s = action.raw_s, action.regret_s
+            recovery.settled, recovery.predicted_s = action, action.predicted_s
 
     def resumed(self, stream: StreamId, attempt: int) -> None:
         recovery = self.running.get(stream)
         if recovery is None or recovery.attempt != attempt:
             return
         # The token is from before the re-forming, and says nothing about the recovery.
-        if recovery.option.stays and recovery.raw_s is None:
+        if recovery.option.stays and recovery.settled is None:
             return
         now_s = self._clock()
         recovery.real_s = now_s - recovery.decided_s

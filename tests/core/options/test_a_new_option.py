@@ -30,7 +30,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     found: list[Estimate] = []
     RECOMPUTE.estimate(case, found)
     for each in found:
-        halves = {name: getattr(each, name) / 2 for name in ("total_s", "raw_s", "compute_s")}
+        halves = {name: getattr(each, name) / 2 for name in ("total_s", "compute_s")}
         estimates.append(replace(each, option=Option.FAST_RECOMPUTE, **halves))
 
 

@@ -46,8 +46,7 @@ def test_fetching_costs_queue_transfer_and_the_tail() -> None:
     )
 
     assert estimate.compute_s == pytest.approx(0.014)
-    assert estimate.raw_s == pytest.approx(0.5 + 0.97 + 0.014)
-    assert estimate.total_s == estimate.raw_s
+    assert estimate.total_s == pytest.approx(0.5 + 0.97 + 0.014)
 
 
 @pytest.mark.parametrize(("tokens", "is_beyond"), [(400, False), (401, True)])
@@ -56,22 +55,6 @@ def test_a_fetch_from_beyond_the_table_is_marked(tokens: int, *, is_beyond: bool
     estimate = estimate_fetch(Option.MIGRATE, member("d1"), tokens, tokens / 1e3, prefix_tokens=96)
 
     assert estimate.extrapolated is is_beyond
-
-
-def test_a_correction_changes_what_is_compared_and_not_the_raw_cost() -> None:
-    """`total_s` is what options are compared by; `raw_s` is what is learned from."""
-    estimate = estimate_fetch(
-        Option.MIGRATE,
-        member("d1"),
-        history_tokens=110,
-        history_s=0.110,
-        prefix_tokens=96,
-        transfer_s=1.0,
-        factor=2.0,
-    )
-
-    assert estimate.raw_s == pytest.approx(1.014)
-    assert estimate.total_s == pytest.approx(2.028)
 
 
 @pytest.mark.parametrize("name", PolicyName)

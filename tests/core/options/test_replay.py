@@ -75,10 +75,10 @@ def test_it_costs_the_prompt_and_a_step_per_known_token() -> None:
     """At the pace that the stream had; the prompt alone is computed, or handed off."""
     found = {each.source: each for each in replays_of(cut())}
 
-    assert found[None].raw_s == pytest.approx(0.1 + 40 * 0.01)
+    assert found[None].total_s == pytest.approx(0.1 + 40 * 0.01)
     assert found[P0].by_prefill
     assert found[P0].compute_s == pytest.approx(0.1 - 0.096)
-    assert found[P0].raw_s == pytest.approx(found[P0].compute_s + found[P0].transfer_s + 0.4)
+    assert found[P0].total_s == pytest.approx(found[P0].compute_s + found[P0].transfer_s + 0.4)
 
 
 def test_another_option_follows_a_replay_that_failed() -> None:
@@ -91,14 +91,3 @@ def test_another_option_follows_a_replay_that_failed() -> None:
     harness.look_until(4.0)
 
     assert only(harness.actions, act.Recovered).option is not Option.REPLAY
-
-
-def test_a_replay_is_nothing_to_regret() -> None:
-    """The cheaper options were none."""
-    harness = cut()
-
-    harness.handle(ev.PrefillDone(A, 2, 100))
-    harness.actions.clear()
-    harness.handle(ev.StreamResumed(A, 2, True), at_s=2.0)
-
-    assert only(harness.actions, act.Settled).regret_s == 0.0

@@ -42,7 +42,7 @@ STATE = {
         }
     ],
     "links": [{"source": "n0", "target": "n1", "bytes_per_s": 1e9, "measured": True}],
-    "policy": {"corrections": {"migrate": 1.5}},
+    "policy": {"spread": {"interval_factor": 1.5}},
     "members": [{"status": "alive"}],
     "gossip": {"health": 0, "dropped": {"malformed": 2}, "unread": 1},
 }

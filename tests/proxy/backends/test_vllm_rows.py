@@ -151,7 +151,7 @@ async def test_what_was_loaded_is_learned_from_the_servers_counters(
     state, name = await system.state(), "kvrs_recoveries_total"
     option = "restore" if loaded_tokens else "recompute"
     assert [row["option"] for row in state["recoveries"]] == [option]
-    assert [*state["policy"]["corrections"]] == [option]
+    assert state["policy"]["spread"]["events"] > 0
     for each in ("restore", "recompute"):
         counted = await system.count(name, option=each, outcome="resumed")
         assert counted == (each == option)
