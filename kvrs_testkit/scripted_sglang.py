@@ -91,6 +91,8 @@ class ScriptedSglang(ScriptedServer):
     is_leaving: bool = False  # SIGTERM has come: it serves on until its last stream has ended.
     fails_loads: bool = False  # Its `/v1/loads` are HTTP 500.
     computed: float = 0.0
+    step_s: float = 0.0  # Time of the decode steps, of which it counts ten more at each read.
+    steps: int = 0
     replays: bool = False  # Its flags say that it has `kvrs/sglang/replay.py`.
     reused_tokens: int = 0  # Of each prompt, that its prefix cache is to have had.
     # Outputs that it was to generate again.
@@ -158,6 +160,8 @@ class ScriptedSglang(ScriptedServer):
     async def _loads(self, _: Request) -> Response:
         if self.fails_loads:
             return Response(500)
+        self.steps += 10 if self.step_s else 0
+        moments = [self.steps, 2 * self.steps, 1e6 * self.step_s * self.steps, 0.0, 0.0, 0.0]
         load = {
             "num_running_reqs": self.legs,
             "num_waiting_reqs": 0,
@@ -166,7 +170,7 @@ class ScriptedSglang(ScriptedServer):
             "max_total_num_tokens": 16_384,
             "total_prefill_uncached_tokens": round(self.computed),
             "total_prefill_busy_us": 1000 * round(self.computed),
-            "decode_moments": None,
+            "decode_moments": moments if self.steps else None,
         }
         return _json({"loads": [load]})
 

@@ -153,6 +153,8 @@ class ScriptedVllm(ScriptedServer):
     hides_ids: bool = False  # Those of such answers.
     reasons: bool = False  # Streams of chats have reasoning in them.
     tokens: int | None = None  # That it has made, as it counts them.
+    # Name and seconds of the intervals between tokens of which it counts ten more at each read.
+    step: tuple[str, float] | None = None
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
     count: int | None = None  # Of tokens, which such an answer has beside that.
     dies_passing: bool = False  # Once: the process ends with the request.
@@ -263,6 +265,10 @@ class ScriptedVllm(ScriptedServer):
             f"vllm:request_prefill_time_seconds_sum{{{labels}}} 1.0",
             f"vllm:request_prefill_time_seconds_count{{{labels}}} 4.0",
         ]
+        if self.step is not None:
+            name, step_s = self.step
+            lines.append(f"vllm:{name}_seconds_count{{{labels}}} {10.0 * self.reads}")
+            lines.append(f"vllm:{name}_seconds_sum{{{labels}}} {10 * self.reads * step_s}")
         if self.tokens is not None:
             lines.append(f"vllm:generation_tokens_total{{{labels}}} {float(self.tokens)}")
         for name, count in zip(

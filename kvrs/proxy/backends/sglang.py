@@ -32,6 +32,7 @@ from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, limited
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
+from kvrs.proxy.backends.counted_steps import CountedSteps
 from kvrs.proxy.backends.listed_models import ListedModels
 from kvrs.proxy.backends.questions import Asked
 from kvrs.proxy.backends.rendering import TOKENIZE, tokenized_ids
@@ -122,7 +123,9 @@ class _Load(msgspec.Struct):
     # Prompt tokens computed, and not found in the cache, since the start.
     total_prefill_uncached_tokens: int = 0
     total_prefill_busy_us: int = 0
-    # Counters of decode since the start; the first counts steps; None: not reported.
+    # Counters of steps without prompts since the start: the steps, their requests, their
+    # microseconds, and three more; None: no step yet, or not reported. A step behind one with
+    # prompts, or behind a pause, does not count.
     decode_moments: list[float] | None = None
 
 
@@ -142,6 +145,7 @@ class SglangBackend(StockPeer):
         self._is_doubted = False
         self._vocabulary: int | None = None
         self._window = Window()
+        self._steps = CountedSteps()
         # Default values that the server uses for absent fields of a chat.
         self._of_chats: dict[str, float] = {}
 
@@ -251,6 +255,7 @@ class SglangBackend(StockPeer):
             queue_delay_s=max(map(_queue_s, loads), default=0.0),
             links=[],
             progress=_progress(loads),
+            step_s=self._steps.read(self._epoch, *_decode_steps(loads)),
         )
 
     async def _loads(self) -> list[_Load]:
@@ -343,6 +348,12 @@ def _progress(loads: Sequence[_Load]) -> float:
     return sum(
         each.total_prefill_uncached_tokens + (each.decode_moments or (0.0,))[0] for each in loads
     )
+
+
+def _decode_steps(loads: Sequence[_Load]) -> tuple[float, float]:
+    """Return the number of all schedulers' steps without prompts, and their seconds."""
+    found = [each.decode_moments for each in loads if len(each.decode_moments or ()) > 2]
+    return sum(each[0] for each in found if each), sum(each[2] for each in found if each) / 1e6
 
 
 def _free_tokens(load: _Load) -> int:

@@ -307,7 +307,7 @@ class VllmBackend(VllmServer):
         metrics = await self._metrics()
         waiting, (free_pages, total_pages) = metrics.waiting, metrics.pages
         epoch = self._epoch(metrics, None)
-        hand_offs, drafts = self._counts(metrics)
+        hand_offs, drafts, step_s = self._counts(metrics)
         now_s, fetches = time.monotonic(), list[FetchReport]()
         if self._info is not None:
             token_bytes = self._info.geometry.bytes_per_token
@@ -326,6 +326,7 @@ class VllmBackend(VllmServer):
             hand_offs=None if metrics.hand_offs is None else hand_offs,
             progress=metrics.progress,
             store=metrics.store,
+            step_s=step_s,
         )
 
     # Calls that serve a stream.

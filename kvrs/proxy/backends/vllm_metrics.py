@@ -23,6 +23,8 @@ _OF_PROGRESS = (
     "vllm:request_success_total",
     "vllm:kv_cache_usage_perc",
 )
+# Series of intervals between two tokens of a request; older versions have the second name.
+_INTERVALS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 # Series that count requests that fetch KV, the exact one first, each without the label of others.
 _FETCHING = (
     ("vllm:num_requests_kv_fetch_by_stage", 'stage="waiting_to_start"'),
@@ -113,6 +115,25 @@ class VllmMetrics:
         """Mean seconds that a prefill took since the start; 0: no request yet."""
         count = sum(self._values("vllm:request_prefill_time_seconds_count"))
         return sum(self._values("vllm:request_prefill_time_seconds_sum")) / count if count else 0.0
+
+    @property
+    def token_intervals(self) -> tuple[int, int]:
+        """Intervals between two tokens of a request since the start, and their sum in microseconds.
+
+        Each step counts once for each request that gets a token, so the mean is that of the steps,
+        weighted by their requests. At an instance that also computes prompts, it has the steps with
+        chunks of these: an upper bound of a decode step there. A decode instance behind a prefill
+        instance has only those of recoveries.
+
+        vLLM's times of prefill (`request_prefill_time_seconds`) and of the first token are bounds
+        from above too: of several prompts in one step each counts all of it, and the first token's
+        also has the queue. So the scale of a prefill table is not taken from them, but from the
+        busy periods that the proxy sees (`core/books/prefill_scale.py`).
+        """
+        for name in _INTERVALS:
+            if count := sum(self._values(f"{name}_count")):
+                return int(count), round(1e6 * sum(self._values(f"{name}_sum")))
+        return 0, 0
 
     @property
     def cache(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from kvrs.protocol.instance import LinkReport
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.counted_steps import CountedSteps
 from kvrs.proxy.backends.stock_peer import StockPeer
 from kvrs.proxy.backends.vllm_identity import ProcessIdentity
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
@@ -43,6 +44,7 @@ class VllmServer(StockPeer):
         self._process = ProcessIdentity()
         self._totals = ProcessTotals()
         self._meter = HandOffMeter()
+        self._steps = CountedSteps()
 
     async def _read(self, path: str) -> bytes:
         status, answer = await self.pool.ask(path, None)
@@ -72,9 +74,9 @@ class VllmServer(StockPeer):
             return None
         return self._counts(metrics)[0].transferred_bytes
 
-    def _counts(self, metrics: VllmMetrics) -> tuple[HandOffReport, SpeculationReport]:
-        """Return the counts of hand-offs and drafts, added over all processes behind the port; 0:
-        vLLM does not report the count.
+    def _counts(self, metrics: VllmMetrics) -> tuple[HandOffReport, SpeculationReport, float]:
+        """Return the counts of hand-offs and drafts, added over all processes behind the port, and
+        the time of a recent step; 0: vLLM does not report the count.
         """
         hand_offs = metrics.hand_offs or HandOffReport()
         drafts = metrics.drafts or SpeculationReport("engine", active=True)
@@ -84,11 +86,13 @@ class VllmServer(StockPeer):
             (
                 *msgspec.structs.astuple(hand_offs),
                 *(drafts.steps, drafts.proposed, drafts.accepted),
+                *metrics.token_intervals,
             ),
         )
-        steps, proposed, accepted = sums[-3:]
+        *counts, steps, proposed, accepted, intervals, took_us = sums
         changes = {"steps": steps, "proposed": proposed, "accepted": accepted}
-        return HandOffReport(*sums[:-3]), msgspec.structs.replace(drafts, **changes)
+        step_s = self._steps.read(self._process.epoch, intervals, took_us / 1e6)
+        return HandOffReport(*counts), msgspec.structs.replace(drafts, **changes), step_s
 
     async def _find_ft_path(self) -> None:
         self._ft_path = None
