@@ -70,7 +70,7 @@ def start(
         cached_tokens=cached,
     )
     # The part of the predicted times that is certain enough to refuse a new request by.
-    is_known = prefill.guess is None or stream.attempt.number > 0
+    is_known = not prefill.has_guess or stream.attempt.number > 0
     sure = 1.0 if is_known else state.prefill_scale.least_share
     most_s = budget_s(state, stream, now_s) if state.settings.slo.abort else None
     in_time = most_s is None or sure * total_s <= most_s

@@ -1,5 +1,6 @@
 """New requests are refused by their predicted wait, before the engines drown."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,21 @@ def guessing(**settings: Any) -> PolicyHarness:
     harness.handle(instance_up("p0", prefill=GUESS))
     harness.handle(instance_up("d0", prefill=GUESS))
     return harness
+
+
+@pytest.mark.parametrize("prefills", [0, 8])
+def test_a_table_that_the_settings_name_refuses_before_and_after_it_is_scaled(
+    prefills: int,
+) -> None:
+    """It was measured somewhere: 100 s of work are too long by it, and by its correction."""
+    harness = PolicyHarness(admission=BOUND)
+    for name in ("p0", "d0"):
+        harness.handle(instance_up(name, prefill=replace(GUESS, label="named", is_guess=False)))
+    measure(harness, [0.5] * prefills)
+
+    harness.handle(arrived("long", 100_000))
+
+    assert only(harness.handle(arrived("A")), act.GiveUp).reason is act.Reason.OVERLOADED
 
 
 @pytest.mark.parametrize("prefills", [0, 7])

@@ -1,5 +1,7 @@
 """The scale of guessed prefill tables, learned from prefills."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,6 +180,65 @@ def test_measured_tables_stay_as_they_are() -> None:
 
     assert policy.policy.members[InstanceId("p0")].prefill is TABLE
     assert policy.policy.snapshot()["prefill_guess"] is None
+
+
+# A table that the settings name, where the instances declare another one.
+NAMED = replace(GUESS, label="named", is_guess=False)
+
+
+def test_a_named_table_is_corrected_after_enough_periods() -> None:
+    """One of another machine or version; until then it counts as it is, and never as a guess."""
+    policy = PolicyHarness()
+    for name in ("p0", "d0"):
+        policy.handle(instance_up(name, prefill=NAMED))
+    there = policy.policy.members[InstanceId("p0")]
+
+    known = []
+    for number in range(ENOUGH_PREFILLS):
+        decoded(policy, f"s{number}", 10.0 * number, 0.25)
+        known.append(there.prefill.seconds_for(990))
+
+    assert known == pytest.approx([1.0] * (ENOUGH_PREFILLS - 1) + [0.25])
+    assert not there.has_guess
+    shown = policy.policy.snapshot()["prefill_guess"]
+    assert (shown["label"], shown["is_guess"], shown["factor"]) == (
+        "named",
+        False,
+        pytest.approx(0.25),
+    )
+
+
+def test_one_period_of_many_prefills_corrects_no_named_table() -> None:
+    """The first burst after a start compiles kernels."""
+    scale, at = PrefillScale(), member("p0", prefill=NAMED)
+    scale.up(at)
+
+    for number in range(ENOUGH_PREFILLS):
+        scale.began(at, StreamId(str(number)), 0.0, is_whole=True)
+    for number in range(ENOUGH_PREFILLS):
+        scale.done(at, StreamId(str(number)), 990, 50.0)
+    scale.tune(at)
+
+    assert scale.is_learned
+    assert at.prefill is NAMED
+
+
+def test_tables_are_scaled_anew_only_where_the_factor_has_moved() -> None:
+    """Once for all instances: the table of a profile has thousands of times."""
+    scale, members = PrefillScale(), [member(name, prefill=NAMED) for name in ("p0", "p1")]
+    for each in members:
+        scale.up(each)
+
+    moved = []
+    for took_s in (2.0,) * (ENOUGH_PREFILLS + 1) + (2.1,) * 20 + (2.5,) * 20:
+        scale.began(members[0], StreamId("A"), 0.0, is_whole=True)
+        moved.append(scale.done(members[0], StreamId("A"), 990, took_s))
+    for each in members:
+        scale.tune(each)
+
+    assert sum(moved) == 3  # The first one, the one that makes it sure, and one of the last.
+    assert members[0].prefill is members[1].prefill
+    assert members[0].prefill.seconds_for(990) == pytest.approx(2.5)
 
 
 def test_nothing_is_left_of_streams_that_ended_before_their_prefill() -> None:

@@ -1,22 +1,30 @@
-"""The scale of guessed prefill tables (`profiles/guess.py`), learned from the prefills that the
+"""The scale of prefill tables that no instance has measured, learned from the prefills that the
 proxy observes.
 
-A guessed table has the right form and an unknown factor that depends on the GPUs. Prompts that an
+A guessed table (`profiles/guess.py`) has the right form and an unknown factor that depends on the
+GPUs; a table that the settings name may be that of another machine or version. Prompts that an
 instance computes together share its time, so the time of a single prompt says little. The proxy
 measures busy periods: a period begins with a prompt for an idle instance, and ends when the
 instance is idle again or has answered a few prompts. Its length, divided by the guessed time of its
 prompts, is one sample of the factor. The factor is the median of the last samples, so that single
-periods (a cold start, an unreported cached prompt, another proxy's work) do not count.
+periods (a cold start, an unreported cached prompt, another proxy's work) do not count. A table that
+was measured somewhere is scaled only after several periods of enough prefills.
+
+Decode steps beside the prompts are part of a period, as they are of the prompts' real time. Work of
+other proxies that fills most of an instance's time makes the factor too large.
 """
 
 from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
 from typing import Any
 
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Member, has_moved
 from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles.tables import PrefillTable
 
 ENOUGH_PREFILLS = 8  # Number of prefills after which a table no longer counts as a guess.
+# Number of busy periods from which the factor of a measured table is taken.
+_ENOUGH_PERIODS = 3
 MOST = 20.0  # The factor is in [1 / MOST, MOST].
 _SAMPLES = 15
 _PREFILLS_OF_PERIOD = 8
@@ -34,18 +42,28 @@ class _Period:
 
 
 class PrefillScale:
-    """Learns one factor for all instances: they serve one model, with one guessed table."""
+    """Learns one factor for all instances: they serve one model, with one table."""
 
     def __init__(self) -> None:
         self.factor = 1.0
+        self._applied = 1.0  # The factor of the tables, which follow only larger moves.
+        self._made: tuple[PrefillTable, PrefillTable] | None = (
+            None  # Last one scaled, and of which.
+        )
         self.prefills = 0  # Number of prefills from which the factor was learned.
         self._label: str | None = None
+        self._is_guess = False
         self._samples: list[float] = []
         self._periods: dict[InstanceId, _Period] = {}
 
     @property
     def is_learned(self) -> bool:
         return self.prefills >= ENOUGH_PREFILLS
+
+    @property
+    def _is_sure(self) -> bool:
+        """True if the factor counts for a measured table."""
+        return self.is_learned and len(self._samples) >= _ENOUGH_PERIODS
 
     @property
     def least_share(self) -> float:
@@ -61,19 +79,24 @@ class PrefillScale:
     def up(self, member: Member) -> None:
         """Handle the start of an instance's process: drop the busy period of the previous one."""
         self._periods.pop(member.id, None)
-        if member.guess is not None:
-            self._label = member.guess.label
+        if member.observed is not None:
+            self._label = member.observed.label
+            self._is_guess = member.has_guess
         self.tune(member)
 
     def tune(self, member: Member) -> None:
-        """Scale the instance's guessed table by the learned factor."""
-        if member.guess is not None:
-            table = replace(member.guess.scaled(self.factor), is_guess=not self.is_learned)
-            member.set_table(table)
+        """Scale the instance's table by the learned factor, unless it has measured the table."""
+        if (table := member.observed) is None or not (table.is_guess or self._is_sure):
+            return
+        if self._made is None or self._made[0] is not table:
+            scaled = table.scaled(self._applied)
+            is_guess = table.is_guess and not self.is_learned
+            self._made = table, replace(scaled, is_guess=is_guess)
+        member.set_table(self._made[1])
 
     def began(self, member: Member, stream: StreamId, now_s: float, *, is_whole: bool) -> None:
         """Note that the instance begins to compute a history; `is_whole`: no part is cached."""
-        if member.guess is None:
+        if member.observed is None:
             return
         period = self._periods.setdefault(member.id, _Period(now_s))
         period.computing.add(stream)
@@ -83,27 +106,33 @@ class PrefillScale:
         self, member: Member, stream: StreamId, tokens: int, now_s: float, reused: int = 0
     ) -> bool:
         """Note that the instance has computed a history of `tokens`, of which `reused` came from
-        its cache; return whether the factor has changed.
+        its cache; return whether tables must be scaled anew.
         """
-        period = self._periods.get(member.id)
-        if member.guess is None or period is None or stream not in period.computing:
+        period, table = self._periods.get(member.id), member.observed
+        if table is None or period is None or stream not in period.computing:
             return False
         period.computing.discard(stream)
         period.prefills += 1
-        guess = member.guess
-        period.guessed_s += guess.seconds_for(tokens)
+        period.guessed_s += table.seconds_for(tokens)
         if 0 < reused < tokens:
-            period.guessed_s += guess.step_overhead_s - guess.seconds_for(reused)
+            period.guessed_s += table.step_overhead_s - table.seconds_for(reused)
         if period.computing and period.prefills < _PREFILLS_OF_PERIOD:
             return False
         self._end(member.id, period, now_s)
-        least_s = _LEAST_STEPS * member.guess.step_overhead_s
+        least_s = _LEAST_STEPS * table.step_overhead_s
         if not period.is_whole or period.guessed_s < least_s:
             return False
-        factor = (now_s - period.began_s) / period.guessed_s
+        factor, before = (
+            (now_s - period.began_s) / period.guessed_s,
+            (self.is_learned, self._is_sure),
+        )
         self._samples = [*self._samples, min(max(factor, 1 / MOST), MOST)][-_SAMPLES:]
         self.prefills += period.prefills
         self.factor = median(self._samples)
+        is_same = before == (self.is_learned, self._is_sure)
+        if is_same and not has_moved(self.factor, self._applied):
+            return False
+        self._applied, self._made = self.factor, None
         return True
 
     def left(self, member: Member, stream: StreamId, now_s: float) -> None:
@@ -119,12 +148,12 @@ class PrefillScale:
             self._end(member.id, period, now_s)
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the state as plain data, for display; None: no table is a guess."""
+        """Return the state as plain data, for display; None: instances measure their tables."""
         if self._label is None:
             return None
         return {
             "label": self._label,
-            "is_guess": not self.is_learned,
+            "is_guess": self._is_guess and not self.is_learned,
             "factor": self.factor,
             "prefills": self.prefills,
             "least_share": self.least_share,

@@ -303,8 +303,9 @@ class Member:
     bytes_per_token: int = 0
     full_prefill: PrefillTable = field(init=False)  # The prefill table with all ranks.
     prefill: PrefillTable = field(init=False)  # The prefill table with the present ranks.
-    # The prefill table before it is scaled, if guessed; None: it is measured.
-    guess: PrefillTable | None = None
+    # The prefill table before it is scaled by what the proxy observes (`books/prefill_scale.py`): a
+    # guess, or one that the settings name. None: the instance has measured its own.
+    observed: PrefillTable | None = None
     # Sort key of decode instances: streams, then id.
     rank: tuple[int, InstanceId] = field(init=False)
     # Decode instances on the same node that are not drained and can take this instance's hand-offs.
@@ -341,8 +342,11 @@ class Member:
             epochs=self.epochs,
             starts=self.starts + (not self.had_not_ended(info)),
         )
-        made.set_table(prefill or PrefillTable.from_measured(info.prefill))
-        made.guess = made.full_prefill if made.full_prefill.is_guess else None
+        table = prefill or PrefillTable.from_measured(info.prefill)
+        made.set_table(table)
+        # An instance that keeps the pace of the named table declares it, and reports its slowness.
+        if table.is_guess or table.label != info.prefill.label:
+            made.observed = table
         made.set_info(info)
         return made
 
@@ -379,6 +383,11 @@ class Member:
         if namespace != self.rows and self.was_up:
             self.rows = namespace
             self.set_info(self.info)
+
+    @property
+    def has_guess(self) -> bool:
+        """True if the prefill table was a guess at first."""
+        return self.observed is not None and self.observed.is_guess
 
     @property
     def store(self) -> str:
@@ -514,15 +523,13 @@ class Member:
 
     def has_other_steps(self, report: LoadReport) -> bool:
         """Return whether the reported times of steps differ enough to change a decision."""
-        return _has_moved(report.step_s, self.reported_step_s) or self._has_other_slowness(report)
+        return has_moved(report.step_s, self.reported_step_s) or self._has_other_slowness(report)
 
     def _has_other_slowness(self, report: LoadReport) -> bool:
-        # The slowness is that of the declared table. It is not that of a table that the settings
-        # name instead, and a guess has a scale of its own (`books/prefill_scale.py`).
-        if report.slowness is None or self.guess is not None:
+        # The slowness is that of the declared table, and no table is scaled twice.
+        if report.slowness is None or self.observed is not None:
             return False
-        is_declared = self.full_prefill.label == self.info.prefill.label
-        return is_declared and _has_moved(report.slowness, self.slowness)
+        return has_moved(report.slowness, self.slowness)
 
     def takes_from(self, prefill: "Member") -> bool:
         """Return whether `prefill` can hand off to this instance. A server that cannot pull pages
@@ -555,7 +562,8 @@ class Member:
         return self.tokens.split(":")[0] == tokens.split(":")[0] != GOES_ON_NOWHERE
 
 
-def _has_moved(now: float, before: float) -> bool:
+def has_moved(now: float, before: float) -> bool:
+    """Return whether a time, or a factor of times, differs enough to change a decision."""
     return abs(now - before) > _TIME_STEP * before
 
 

@@ -141,7 +141,7 @@ async def test_without_files_streams_survive_and_their_heads_say_inexact(
 
 
 async def test_without_a_profile_the_table_is_a_guess_that_says_so(vllms: Builder) -> None:
-    """And one of the configuration is none."""
+    """And one of the configuration is none, but is corrected as well."""
     guessed = await vllms(profiles={"prefill": None})
     named = await vllms()
 
@@ -149,7 +149,8 @@ async def test_without_a_profile_the_table_is_a_guess_that_says_so(vllms: Builde
 
     found = (await guessed.state())["policy"]["prefill_guess"]
     assert (found["label"], found["is_guess"], found["factor"]) == ("guess", True, 1.0)
-    assert (await named.state())["policy"]["prefill_guess"] is None
+    found = (await named.state())["policy"]["prefill_guess"]
+    assert (found["label"], found["is_guess"]) == ("opt-13b-a100-distserve-tp1", False)
 
 
 async def test_a_prefix_that_was_cached_teaches_no_times(
