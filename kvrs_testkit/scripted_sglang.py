@@ -93,6 +93,7 @@ class ScriptedSglang(ScriptedServer):
     computed: float = 0.0
     step_s: float = 0.0  # Time of the decode steps, of which it counts ten more at each read.
     steps: int = 0
+    accelerator: str | None = None  # Name of its GPU; None: it names none.
     replays: bool = False  # Its flags say that it has `kvrs/sglang/replay.py`.
     reused_tokens: int = 0  # Of each prompt, that its prefix cache is to have had.
     # Outputs that it was to generate again.
@@ -172,7 +173,8 @@ class ScriptedSglang(ScriptedServer):
             "total_prefill_busy_us": 1000 * round(self.computed),
             "decode_moments": moments if self.steps else None,
         }
-        return _json({"loads": [load]})
+        named = {"accelerator": self.accelerator, "num_accelerators": 1}
+        return _json({"loads": [load]} | (named if self.accelerator else {}))
 
     async def _metrics(self, _: Request) -> Response:
         labels = f'engine_type="{self.role}",tp_rank="0"'

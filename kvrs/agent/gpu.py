@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 # Time limit of reading all GPUs, which usually takes milliseconds; NVML counts as stuck beyond it.
 _NVML_TIMEOUT_S = 2.0
+_LONGEST_NAME = 64  # Characters of a GPU's name, of which gossip has no room for many.
 _EVENT_PAUSE_S = 0.1  # Pause after an event, so that a flood of events does not keep a core busy.
 _MAX_EVENTS = 1000  # Most events that are taken per reading; the rest waits for the next reading.
 
@@ -78,6 +79,7 @@ class _Gpu:
     index: int
     uuid: str
     handle: Any
+    name: str = ""
 
 
 class GpuSensor:
@@ -126,10 +128,13 @@ class GpuSensor:
     def _find(self, index: int) -> _Gpu:
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-            return _Gpu(index, self._nvml.nvmlDeviceGetUUID(handle), handle)
+            gpu = _Gpu(index, self._nvml.nvmlDeviceGetUUID(handle), handle)
         except self._nvml.NVMLError:
             # The GPU does not answer already at the start; its readings will report it as lost.
             return _Gpu(index, f"index {index}", None)
+        with contextlib.suppress(self._nvml.NVMLError):
+            gpu.name = str(self._nvml.nvmlDeviceGetName(handle))[:_LONGEST_NAME]
+        return gpu
 
     def _register(self) -> Any | None:
         """Return an event set for all GPUs that support events; None: no GPU does."""
@@ -174,8 +179,12 @@ class GpuSensor:
             return self._read_values(gpu, xids)
         except self._nvml.NVMLError as error:
             if error.value in self._gone:
-                return Reading(uuid=gpu.uuid, index=gpu.index, xids=xids, lost=str(error))
-            return Reading(uuid=gpu.uuid, index=gpu.index, xids=xids, silent=str(error))
+                return Reading(
+                    uuid=gpu.uuid, index=gpu.index, name=gpu.name, xids=xids, lost=str(error)
+                )
+            return Reading(
+                uuid=gpu.uuid, index=gpu.index, name=gpu.name, xids=xids, silent=str(error)
+            )
 
     def _read_values(self, gpu: _Gpu, xids: tuple[int, ...]) -> Reading:
         nvml = self._nvml
@@ -187,6 +196,7 @@ class GpuSensor:
         return Reading(
             uuid=gpu.uuid,
             index=gpu.index,
+            name=gpu.name,
             xids=xids,
             ecc_uncorrected=self._ask(
                 "nvmlDeviceGetTotalEccErrors",

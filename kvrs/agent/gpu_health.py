@@ -18,6 +18,8 @@ those that programs cause count as nothing.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvrs.protocol.gpus import GpuHealth, GpuState
 
 # XIDs that programs cause: engine exceptions, page faults, channels torn down or stopped. They are
@@ -42,6 +44,7 @@ class Reading:
 
     uuid: str
     index: int
+    name: str = ""  # Name of the GPU's kind; empty: not read.
     # Driver's reason why the GPU is gone, or unusable before a reset; None: it is neither.
     lost: str | None = None
     silent: str | None = None  # Other reason why the GPU did not answer; None: it answered.
@@ -103,7 +106,9 @@ class GpuClassifier:
         gpu = self._gpus.get(reading.uuid)
         is_new = gpu is None
         if gpu is None:
-            health = GpuHealth(reading.uuid, reading.index, GpuState.HEALTHY, "", now_s)
+            health = GpuHealth(
+                reading.uuid, reading.index, GpuState.HEALTHY, "", now_s, reading.name
+            )
             gpu = self._gpus[reading.uuid] = _Watched(health)
         gpu.silent_since_s = _since(gpu.silent_since_s, reading.silent is not None, now_s)
         before = gpu.health
@@ -120,7 +125,7 @@ class GpuClassifier:
         for state in _ORDER[1 : _ORDER.index(worst) + 1]:
             gpu.symptoms_s[state] = now_s
         if _ORDER.index(worst) > _ORDER.index(health.state):
-            return GpuHealth(health.uuid, health.index, worst, reason, now_s)
+            return replace(health, state=worst, reason=reason, since_s=now_s)
         thresholds = self._thresholds
         hold_s = {
             GpuState.FAILING: thresholds.failing_hold_s,
@@ -133,10 +138,9 @@ class GpuClassifier:
             return health
         if health.state is GpuState.FAILING:
             gpu.symptoms_s[GpuState.DEGRADED] = now_s
-            return GpuHealth(
-                health.uuid, health.index, GpuState.DEGRADED, f"after {health.reason}"[:128], now_s
-            )
-        return GpuHealth(health.uuid, health.index, GpuState.HEALTHY, "", now_s)
+            reason = f"after {health.reason}"[:128]
+            return replace(health, state=GpuState.DEGRADED, reason=reason, since_s=now_s)
+        return replace(health, state=GpuState.HEALTHY, reason="", since_s=now_s)
 
     def _symptoms(
         self, gpu: _Watched, reading: Reading, now_s: float

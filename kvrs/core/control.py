@@ -39,6 +39,7 @@ from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision, changes_ranks, is_repeated
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.profiles.guess import on_gpu
 from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import FetchReport, InstanceInfo, LoadReport
 from kvrs.protocol.rows import RowsReport
@@ -397,6 +398,8 @@ class Control(Generic[S]):
         """Note that an instance is usable in a new epoch; return its record from now on. Attempts
         of a process that lives on continue: another proxy has fenced it.
         """
+        if info.prefill.is_guess and (gpu := self.gpus.name_of(known.node)):
+            info = msgspec.structs.replace(info, prefill=on_gpu(info.prefill, gpu))
         lives_on = known.is_same_process(info)
         if not lives_on:
             self.fences.fenced(known.id)

@@ -1,20 +1,52 @@
-"""Estimated prefill times of an unmeasured model, from its size, on mid-range GPUs.
+"""Estimated prefill times of an unmeasured model, from its size and the name of its GPUs.
 
-A prefill of `n` tokens takes `STEP_S + (2 * a * n + 2 * d * n * n) / (g * FLOPS)`: two operations
-for each token and each of the `a` parameters that compute it (Kaplan et al. 2020, section 2.1), and
-causal attention with `d = layers * heads * head_dim`, on the `g` GPUs that hold the weights.
+A prefill of `n` tokens takes `STEP_S + (2 * a * n + 2 * d * n * n) / (g * f)`: two operations for
+each token and each of the `a` parameters that compute it (Kaplan et al. 2020, section 2.1), and
+causal attention with `d = layers * heads * head_dim`, on `g` GPUs of `f` operations per second. `g`
+is that of the engine, or else as few GPUs as hold the weights; `f` is about half of the GPU's peak,
+or `FLOPS` for an unknown one. How far off it is: `experiments/decisions/guesses.py`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import MeasuredPrefill
 
-# Operations per second of one GPU: half of an A100's peak in 16 bits. An L40S reaches as much, an
-# H100 three times as much.
+# Operations per second of a GPU of unknown name: half of an A100's peak in 16 bits.
 FLOPS = 1.5e14
+# Peaks of dense BF16 on tensor cores in 1e12 operations per second, by the vendors' data sheets
+# (half of the figure, where that is with sparsity), by words of the name in NVML; special variants
+# come first. SXM where the name does not tell.
+_PEAKS = (
+    ("H100 PCIe", 756),
+    ("H100 NVL", 835),
+    ("H200 NVL", 835),
+    ("A10", 125),
+    ("A30", 165),
+    ("A40", 150),
+    ("A100", 312),
+    ("A800", 312),
+    ("L4", 121),
+    ("L40", 181),
+    ("L40S", 362),
+    ("H20", 148),
+    ("H100", 989),
+    ("H800", 989),
+    ("H200", 989),
+    ("GH200", 989),
+    ("B100", 1750),
+    ("B200", 2250),
+    ("GB200", 2500),
+    ("MI300X", 1307),
+    ("MI325X", 1307),
+)
+_SHARE_OF_PEAK = FLOPS / 312e12  # The same for all GPUs as for an A100.
+_PARTITION = "mig"  # Word in the name of a part of a GPU, whose size the name does not tell.
 STEP_S = 0.01
 # Bytes of weights per GPU, which determine the number of GPUs: they fit on 80 GB beside the KV.
 _WEIGHT_BYTES_OF_GPU = 5e10
@@ -68,24 +100,47 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
     )
 
 
-def guessed_prefill(size: ModelSize | None) -> MeasuredPrefill:
+def flops_of(gpu: str) -> float | None:
+    """Return the operations per second that prefills reach on a GPU of this name; None: unknown."""
+    words = set(re.findall("[a-z0-9]+", gpu.lower()))
+    if _PARTITION in words:
+        return None
+    found = (peak for name, peak in _PEAKS if words.issuperset(name.lower().split()))
+    peak = next(found, None)
+    return None if peak is None else 1e12 * peak * _SHARE_OF_PEAK
+
+
+def guessed_prefill(size: ModelSize | None, gpu: str = "", gpus: int = 0) -> MeasuredPrefill:
     """Return the estimated prefill times in the form of an instance's own measurement. `size` None:
-    unknown, so that of `USUAL`.
+    unknown, so that of `USUAL`; `gpu`: the name of the GPUs, of which it has `gpus` (0: unknown).
     """
     size = size or USUAL
-    gpus = 1
-    while 2 * size.parameters > gpus * _WEIGHT_BYTES_OF_GPU:
-        gpus *= 2
+    if not gpus:
+        gpus = 1
+        while 2 * size.parameters > gpus * _WEIGHT_BYTES_OF_GPU:
+            gpus *= 2
     lengths = range(0, (_STEPS + 1) * _STEP_TOKENS, _STEP_TOKENS)
     seconds = [
         STEP_S + (2 * size.active * n + 2 * size.attention * n * n) / (gpus * FLOPS)
         for n in lengths
     ]
-    return MeasuredPrefill(_LABEL, _STEP_TOKENS, seconds, covered_tokens=0, is_guess=True)
+    guess = MeasuredPrefill(_LABEL, _STEP_TOKENS, seconds, covered_tokens=0, is_guess=True)
+    return on_gpu(guess, gpu)
 
 
-def guessed_table(size: ModelSize | None) -> PrefillTable:
-    return PrefillTable.from_measured(guessed_prefill(size))
+def on_gpu(guess: MeasuredPrefill, gpu: str) -> MeasuredPrefill:
+    """Return the guess for GPUs of this name. One that has a name already, and one for an unknown
+    name, stay as they are.
+    """
+    flops = flops_of(gpu)
+    if flops is None or guess.label != _LABEL:
+        return guess
+    seconds = [STEP_S + (each - STEP_S) * FLOPS / flops for each in guess.seconds]
+    return msgspec.structs.replace(guess, label=f"{_LABEL}, {gpu}", seconds=seconds)
+
+
+def guessed_table(size: ModelSize | None, gpu: str = "", gpus: int = 0) -> PrefillTable:
+    return PrefillTable.from_measured(guessed_prefill(size, gpu, gpus))
 
 
 def _section(found: object) -> Mapping[str, Any]:

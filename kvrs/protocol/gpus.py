@@ -24,3 +24,4 @@ class GpuHealth(msgspec.Struct, frozen=True, array_like=True):
     # Time at which `state` last changed, by the clock of the reporting node; other nodes compute
     # the age of the change from the message's age.
     since_s: float
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Kind of the GPU; empty: not reported.

@@ -24,6 +24,7 @@ class FakeGpu:
     rows: tuple[int, int, int, int] | None = (0, 0, 0, 0)
     recovery_action: int | None = 0
     has_events: bool = True
+    name: str | None = ""
 
     def ask(self, value: Any) -> Any:
         if self.fails is not None:
@@ -74,6 +75,9 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
         gpu.ask(0)
         return gpu.uuid
+
+    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
+        return str(gpu.ask(gpu.name))
 
     def nvmlEventSetCreate(self) -> list[FakeGpu]:
         return []

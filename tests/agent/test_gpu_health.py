@@ -185,9 +185,28 @@ def test_the_state_never_flaps(looks: list[tuple[Reading, float]]) -> None:
 
 def test_health_fits_a_gossip_entry() -> None:
     """An entry of a record holds 512 bytes."""
-    health = GpuHealth("GPU-" + "f" * 36, 7, FAILING, "x" * 128, 1e9)
+    health = GpuHealth("GPU-" + "f" * 36, 7, FAILING, "x" * 128, 1e9, "n" * 64)
 
     packed = msgspec.msgpack.encode(health)
 
     assert len(packed) < 300
     assert msgspec.msgpack.decode(packed, type=GpuHealth) == health
+
+
+def test_an_older_agent_reports_no_name() -> None:
+    """And an older proxy reads what a newer one reports."""
+    newer = GpuHealth("GPU-a", 0, HEALTHY, "", 1.0, "NVIDIA H200")
+    fields = msgspec.to_builtins(newer)
+
+    assert msgspec.convert(fields[:-1], GpuHealth) == msgspec.structs.replace(newer, name="")
+
+
+def test_the_name_stays_while_the_health_changes() -> None:
+    """A board that is lost, and one that recovers, is of the same kind."""
+    classifier, fine = GpuClassifier(), replace(FINE, name="NVIDIA H200")
+
+    for now_s, reading in enumerate([fine, replace(fine, lost="gone"), *[fine] * 2000]):
+        classifier.update([reading], now_s)
+        (health,) = classifier.health
+        assert health.name == "NVIDIA H200"
+    assert health.state is HEALTHY

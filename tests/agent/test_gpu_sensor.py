@@ -270,3 +270,15 @@ async def ended() -> None:
     async with asyncio.timeout(WAIT_S):
         while any(thread.name == "gpu-sensor" for thread in threading.enumerate()):
             await asyncio.sleep(0.005)
+
+
+def test_the_name_of_a_gpu_is_read_once() -> None:
+    """For the guess of its prefill times; one that has none works all the same."""
+    named, nameless = FakeGpu("GPU-a", name="NVIDIA H200"), FakeGpu("GPU-b", name=None)
+    sensor = GpuSensor(FakeNvml(named, nameless))
+    named.name = "another"
+
+    readings = sensor.read()
+
+    assert [each.name for each in readings] == ["NVIDIA H200", ""]
+    assert all(each.lost is None and each.silent is None for each in readings)

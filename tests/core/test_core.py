@@ -20,7 +20,9 @@ from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
+from kvrs.profiles.guess import guessed_prefill
 from kvrs.profiles.writing import write_profile
+from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, ModelNames, Role
 from kvrs_lab.sim.streams import Arrival, SimJournal, SimStream
 from tests.core.policy_harness import GEOMETRY, PREFILL, make_config
@@ -472,3 +474,18 @@ def test_a_process_without_a_pid_had_not_ended_if_its_epoch_is_the_same(
 
     ups = [event for event in driver.events if isinstance(event, ev.InstanceUp)]
     assert ups[-1].had_not_ended == had_not_ended
+
+
+@pytest.mark.parametrize("is_guess", [True, False])
+def test_a_guess_is_that_of_the_gpus_of_the_node(*, is_guess: bool) -> None:
+    """The node's agent has named them in gossip. A table that was measured stays."""
+    driver, guess = Driver(), guessed_prefill(None)
+    gpu = GpuHealth("GPU-a", 0, GpuState.HEALTHY, "", 0.0, "NVIDIA H200")
+    driver.control.gpus_seen(NodeId("n0"), [gpu], 0.0)
+
+    given = msgspec.structs.replace(guess, is_guess=is_guess)
+    driver.up(D0, epoch=2, prefill=given)
+
+    found = driver.control.instances.known[D0].info.prefill
+    assert found == (guessed_prefill(None, "NVIDIA H200") if is_guess else given)
+    assert guess.seconds[-1] / guessed_prefill(None, "NVIDIA H200").seconds[-1] > 3

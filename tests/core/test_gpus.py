@@ -120,3 +120,15 @@ def test_where_a_rank_cannot_leave_the_instance_is_judged() -> None:
     assert judged == [("d0", GpuState.FAILING, "xid 79")]
     assert gpus.take_due() == [leaving]
     assert again == [("d0", GpuState.HEALTHY, "")]
+
+
+def test_the_gpus_of_a_node_have_a_name_if_all_are_of_one_kind() -> None:
+    """By what its agent has said last."""
+    gpus, _ = gpus_of(one=None)
+    names = {N0: gpus.name_of(N0)}
+
+    for name, found in (("same", ["H100", "H100"]), ("mixed", ["H100", "L4"]), ("older", ["", ""])):
+        gpus.seen(N0, [replace(health("a", GpuState.HEALTHY), name=each) for each in found])
+        names[NodeId(name)] = gpus.name_of(N0)
+
+    assert names == {"n0": "", "same": "H100", "mixed": "", "older": ""}

@@ -37,6 +37,7 @@ class Gpus:
 
     def __init__(self, known: Mapping[InstanceId, Member]) -> None:
         self._known = known
+        self._names: dict[NodeId, str] = {}
         self._judgements: dict[InstanceId, tuple[GpuState, str]] = {}
         self._asked: dict[tuple[InstanceId, str], _Asked] = {}
         self._due: list[RankDue] = []
@@ -53,6 +54,8 @@ class Gpus:
 
         A GPU that is no longer reported keeps its last state: only the agent is gone.
         """
+        names = {gpu.name for gpu in gpus}
+        self._names[node] = names.pop() if len(names) == 1 else ""
         changed = []
         for known in self._known.values():
             if known.node != node or not known.was_up:
@@ -71,6 +74,10 @@ class Gpus:
                 self._judgements[known.id] = judgement
                 changed.append((known.id, *judgement))
         return changed
+
+    def name_of(self, node: NodeId) -> str:
+        """Return the name of the node's GPUs; empty: not reported, or of several kinds."""
+        return self._names.get(node, "")
 
     def take_due(self) -> list[RankDue]:
         """Take the due requests to instances; `answered` takes each answer."""

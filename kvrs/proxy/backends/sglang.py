@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Coroutine, Sequence
 from math import inf
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -110,6 +110,9 @@ class _Scheduler(msgspec.Struct):
 
 class _Loads(msgspec.Struct):
     loads: list["_Load"]
+    accelerator: str | None = None  # Name of the GPUs; None: not reported.
+    # Number of GPUs of each scheduler; 0: not reported.
+    num_accelerators: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class _Load(msgspec.Struct):
@@ -183,6 +186,8 @@ class SglangBackend(StockPeer):
         capabilities = [Capability.REPLAY] if server.replays else []
         if mode != "decode" and not server.disable_radix_cache:
             capabilities.append(Capability.PREFIX_CACHE)
+        gpus = await self._asked_loads()
+        guess = guessed_prefill(files.size(), gpus.accelerator or "", gpus.num_accelerators)
         kv = (server.page_size, server.dtype, server.kv_cache_dtype)
         backend = server.disaggregation_transfer_backend
         return InstanceInfo(
@@ -197,7 +202,7 @@ class SglangBackend(StockPeer):
             max_model_len=model.max_model_len or 0,
             page_port=0,
             capabilities=capabilities,
-            prefill=guessed_prefill(files.size()),
+            prefill=guess,
             computes_prompts=mode == "null",
             joins_prefill=mode == "decode",
             chats_by_ids=server.has_plain_chats and await self._renders(model.id),
@@ -259,7 +264,10 @@ class SglangBackend(StockPeer):
         )
 
     async def _loads(self) -> list[_Load]:
-        return (await self.control("GET", _LOADS, None, _Loads)).loads
+        return (await self._asked_loads()).loads
+
+    async def _asked_loads(self) -> _Loads:
+        return await self.control("GET", _LOADS, None, _Loads)
 
     async def kv_received(self) -> float | None:
         """Megabytes of KV that this prefill server has sent since its start. None: not counted, as

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from kvrs.profiles.guess import STEP_S
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids, ids_of, vocabulary
 from kvrs_testkit.sglang_cluster import PROMPT, TOKENS, Servers, Sglangs
@@ -525,3 +526,24 @@ async def test_another_process_is_another_epoch(sglangs: Builder) -> None:
 
 async def _is_true(holds: bool) -> bool:
     return holds
+
+
+async def test_the_guess_of_a_server_is_that_of_its_gpus(sglangs: Builder) -> None:
+    """Their name and number are in its `/v1/loads`; another name changes nothing."""
+
+    def prepare(servers: Servers) -> None:
+        servers["p0"].accelerator = "NVIDIA H100 80GB HBM3"
+        servers["p1"].accelerator = "a GPU of tomorrow"
+
+    system = await sglangs(prepare, profiles={"prefill": None})
+
+    known = system.proxy.parts.driver.control.instances.known
+    labels = {name: each.info.prefill.label for name, each in known.items()}
+    assert labels == {
+        "p0": "guess, NVIDIA H100 80GB HBM3",
+        "p1": "guess",
+        "d0": "guess",
+        "d1": "guess",
+    }
+    computed_s = {str(name): each.info.prefill.seconds[-1] - STEP_S for name, each in known.items()}
+    assert 3 < computed_s["p1"] / computed_s["p0"] < 3.3
