@@ -462,6 +462,7 @@ OTHERS = (
         quick=(2.0, "learning --quick"),
         is_virtual=True,
     ),
+    _of("decisions", "guesses", 1, "guesses", is_virtual=True),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
     _of("kubernetes_api", "kubernetes_api", 4, "run", KUBERNETES),
