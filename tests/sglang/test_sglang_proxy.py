@@ -13,7 +13,13 @@ import openai
 import pytest
 
 from kvrs_testkit.sglang_servers import Part, SglangServers
-from tests.vllm.test_vllm_proxy import MESSAGES, PROMPT, Front, open_front
+from tests.vllm.test_vllm_proxy import (
+    MESSAGES,
+    PROMPT,
+    Front,
+    assert_steps_are_reported,
+    open_front,
+)
 
 pytestmark = [
     pytest.mark.sglang,
@@ -146,3 +152,8 @@ async def _decoding(front: Front, tokens: int) -> str:
                 if each["output_tokens"] >= tokens:
                     return str(each["decode"])
             await asyncio.sleep(0.005)
+
+
+async def test_the_steps_of_a_server_are_known(front: Front) -> None:
+    """By its counters of steps without prompts, in `/v1/loads`."""
+    await assert_steps_are_reported(front, within_s=10.0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -249,3 +250,27 @@ async def test_a_stream_goes_on_when_its_decode_server_hangs(
     recoveries = (await front.state())["recoveries"]
     assert [row["from"] for row in recoveries] == [victim]
     await front.until_up()
+
+
+async def assert_steps_are_reported(front: Front, within_s: float) -> None:
+    """The server that decodes has a time of a step, which a stream's tokens have taken on the mean;
+    one that only prefills has none.
+    """
+    async with asyncio.timeout(DEADLINE_S):
+        known: dict[str, float] = {}
+        while not any(known.values()):
+            began_s = time.monotonic()
+            status, _ = await front.ask(prompt=PROMPT, max_tokens=1200, ignore_eos=True)
+            token_s = (time.monotonic() - began_s) / 1200
+            assert status == 200
+            rows = (await front.state())["instances"]
+            known = {row["id"]: row["load"]["step_s"] for row in rows if row["role"] == "decode"}
+            others = [row["load"]["step_s"] for row in rows if row["role"] == "prefill"]
+    assert set(others) == {0.0}
+    assert max(known.values()) < within_s, (known, token_s)
+    print("step_s", known, "seconds of a token, with prefill and network", token_s)
+
+
+async def test_the_steps_of_a_server_are_known(front: Front) -> None:
+    """By the series that this version of vLLM has."""
+    await assert_steps_are_reported(front, within_s=10.0)
