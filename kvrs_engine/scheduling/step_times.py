@@ -20,7 +20,9 @@ from kvrs_engine.scheduling.sequences import Chunk
 
 ENOUGH = 3  # Fewer steps are not reported.
 MOST = 100.0  # The slowness is in [1 / MOST, MOST].
-_STEPS = 9  # Steps of each kind that count.
+# Steps that count: more of those without prompts, of which there are tens a second, so that their
+# jitter makes no news.
+_DECODES, _PROMPTS = 31, 15
 
 
 class StepTimes:
@@ -30,8 +32,8 @@ class StepTimes:
         """`prefill`: the table of prompts that share steps."""
         self.prefill_factor = 1.0  # Time of prefill with the present ranks, over that with all.
         self._prefill = prefill
-        self._decodes: deque[float] = deque(maxlen=_STEPS)
-        self._prompts: deque[float] = deque(maxlen=_STEPS)
+        self._decodes: deque[float] = deque(maxlen=_DECODES)
+        self._prompts: deque[float] = deque(maxlen=_PROMPTS)
 
     def note(self, chunks: Iterable[Chunk], took_s: float) -> None:
         """Note a step; decodes need not be among the chunks."""

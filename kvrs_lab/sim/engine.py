@@ -255,7 +255,9 @@ class SimEngine(ComputingInstance):
         scheduler, now_s = self.scheduler, self.clock.now_s
         self.steady.catch_up()
         queued = scheduler.queued_tokens
+        slowness = self.step_times.slowness
         compute_s = scheduler.queued_s(self._pace.queued_prefill) if queued else 0.0
+        compute_s *= slowness or 1.0
         admission_s = self.places.expected_s(now_s, scheduler.waiting, scheduler.running)
         links = self.meter.measurements(now_s)
         paces = self.ranks.factors if isinstance(self.ranks, SimRanks) else (None, None)
@@ -277,7 +279,7 @@ class SimEngine(ComputingInstance):
             speculation=None if self.drafts is None else self.drafts.report(),
             replicas=dict(self.replicas.changed()),
             step_s=self.step_times.step_s,
-            slowness=self.step_times.slowness,
+            slowness=slowness,
         )
 
     def renew(self, streams: Iterable[StreamId]) -> list[StreamId]:

@@ -38,3 +38,22 @@ def test_a_proxy_knows_that_an_instance_is_slower_than_its_profile() -> None:
     assert times_s[1] == pytest.approx(FACTOR * times_s[0], rel=0.1)
     assert as_profiled[decode].step_s > as_profiled[decode].prefill.step_overhead_s
     assert slower[decode].step_s == pytest.approx(FACTOR * as_profiled[decode].step_s, rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [1.0, FACTOR])
+def test_a_queue_is_reported_by_what_steps_take(factor: float) -> None:
+    """Prompts of one length wait behind one that has just begun, after others of that length."""
+    arrivals = [
+        Arrival(from_s + at / 1000, [10 + at + int(from_s)] * 2_000, 4)
+        for from_s in (1.0, 5.0)
+        for at in range(4)
+    ]
+    world = World(config(1), arrivals, [], seed=1)
+    engine = world.cluster.engines[InstanceId("p0")]
+    engine.slow_factor = factor
+
+    assert world.run_before(5.01)
+
+    by_table_s = engine.scheduler.queued_s(engine.step_times._prefill)
+    assert by_table_s > 0.1
+    assert engine.load().queue_delay_s == pytest.approx(factor * by_table_s, rel=0.1)
