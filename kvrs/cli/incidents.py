@@ -45,7 +45,7 @@ def show_incidents(
     """
     from_utc = None if since is None else _time_of(since)
     lines, notes = lines_of(path)
-    with _named(path):
+    with named(path):
         records = [*read(lines)]
         # The decisions of a log whose beginning is missing are shown, but not made again: earlier
         # events would be needed.
@@ -228,7 +228,7 @@ def _is_guess(up: ev.InstanceUp) -> bool:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """Put the name of a log's file before the errors that this block raises."""
     try:
         yield
@@ -265,7 +265,7 @@ def _part_of(path: Path, lines: list[str]) -> int:
     """Return the number in the header of a log's file, which counts the files of one log from 1; an
     empty file has 1.
     """
-    with _named(path):
+    with named(path):
         header = next(read(lines), None)
     return header.part if isinstance(header, Header) else 1
 

@@ -12,7 +12,7 @@ REMOVED = {
         "--json": "GET /kvrs/v1/overview of the admin port has it",
     },
     "incidents": {
-        "--what-if": "kvrs lab simulate and compare ask other policies",
+        "--what-if": "kvrs lab explain --replay FILE --set policy.name=POLICY",
     },
     "lab explain": {
         "--log": "kvrs incidents FILE",

@@ -200,11 +200,26 @@ def rerun(lines: Iterable[str]) -> Rerun:
         LogError: an invalid line, a log that begins in the middle, or an event on which the policy
             fails.
     """
+    counts: Counter[str] = Counter()
+    number = 1
+    for policy, entry in policies(lines):
+        again, number = handled(policy, entry), entry.line
+        counts.update(type(each).__name__ for each in (entry.event, *entry.actions))
+        if not is_same(entry.actions, again):
+            return Rerun(number, dict(counts), RerunDifference(entry, again))
+    return Rerun(number, dict(counts), None)
+
+
+def policies(lines: Iterable[str]) -> Iterator[tuple[RecoveryPolicy, LogEntry]]:
+    """Yield each entry of a log with the policy before its event, to which the caller passes the
+    event (`handled`) before the next entry.
+
+    Raises:
+        LogError: an invalid line, or a log that begins in the middle.
+    """
     policy: RecoveryPolicy | None = None
     header: Header | None = None
     caches = RecalledCaches()
-    counts: Counter[str] = Counter()
-    number = 0
     for number, record in enumerate(read(lines), 1):
         if isinstance(record, Header):
             if record.part == 1:
@@ -223,16 +238,15 @@ def rerun(lines: Iterable[str]) -> Rerun:
                 f"{_LATEST_S:g}"
             )
         caches.recall(policy, record)
-        again = _handled(policy, record)
-        counts.update(type(each).__name__ for each in (record.event, *record.actions))
-        if not _same(record.actions, again):
-            return Rerun(number, dict(counts), RerunDifference(record, again))
+        yield policy, record
     if header is None:
         raise LogError(f"line 1: {_NO_HEADER}")
-    return Rerun(number, dict(counts), None)
 
 
-def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[act.Action, ...]:
+def handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[act.Action, ...]:
+    """Pass an entry's event to the policy, and return its actions. Raises LogError if the policy
+    fails on it.
+    """
     try:
         return tuple(policy.handle(entry.event, entry.now_s))
     except (
@@ -248,7 +262,8 @@ def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[act.Action, ...]:
         raise LogError(f"line {entry.line}: the policy fails on it: {error!r}") from error
 
 
-def _same(recorded: tuple[act.Action, ...], again: tuple[act.Action, ...]) -> bool:
+def is_same(recorded: tuple[act.Action, ...], again: tuple[act.Action, ...]) -> bool:
+    """Return whether the policy has returned the recorded actions again."""
     # The comparison of texts is needed because NaN does not equal itself.
     return recorded == again or _text(recorded) == _text(again)
 

@@ -28,5 +28,6 @@ EXAMPLES = {
     "explain": [
         "kvrs lab explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 "
         "--bandwidth 25Gbit/s",
+        "kvrs lab explain --replay events.jsonl --set policy.name=always_recompute",
     ],
 }

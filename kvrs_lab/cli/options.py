@@ -203,3 +203,19 @@ CheckpointTokens = Annotated[
 PrefixCache = Annotated[
     bool, typer.Option("--prefix-cache", help="As vLLM: instances fetch no pages from others")
 ]
+ReplayedLog = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="EVENTLOG",
+        help="Event log of a proxy, whose decisions are made once more under --set",
+    ),
+]
+Changed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="policy.KEY=VALUE",
+        help="With --replay: a setting that the log's incidents are decided by; repeatable",
+    ),
+]
