@@ -11,6 +11,8 @@ import kvrs_lab.cli.options as opt
 from kvrs.errors import ConfigError
 from kvrs.tables import output, show
 
+_SAID = ("source", "incident", "why_not")  # Keys whose values stand above the tables.
+
 
 def explain(
     ctx: typer.Context,
@@ -20,7 +22,7 @@ def explain(
     bandwidth: opt.Bandwidth = "10Gbit/s",
     queue_depth: opt.QueueDepth = 0.0,
     checkpoint_tokens: opt.CheckpointTokens = 0,
-    prefix_cache: opt.PrefixCache = False,
+    prefix_cache: opt.PrefixCache = None,
     replay: opt.ReplayedLog = None,
     changed: opt.Changed = None,
     as_json: base.Json = False,
@@ -42,9 +44,12 @@ def explain(
     else:
         document = decision_document(given)
     if not as_json:
-        output().print(document.pop("sentence"), markup=False, highlight=False)
+        said = [document.pop("sentence")]
+        if "profile" in document:  # In a table, its length would be the width of every row.
+            said.append(f"source of the profile: {document['profile']['source']}")
+        output().print("\n".join(said), markup=False, highlight=False)
         del document["version"]
-    show(document, as_json=as_json, hidden=("incident", "why_not"))  # The sentence has them.
+    show(document, as_json=as_json, hidden=_SAID)
 
 
 def _replayed(log: Path, changed: list[str]) -> dict[str, Any]:

@@ -201,7 +201,12 @@ CheckpointTokens = Annotated[
     int, typer.Option(min=0, help="Tokens of prompt and output whose KV an agent holds")
 ]
 PrefixCache = Annotated[
-    bool, typer.Option("--prefix-cache", help="As vLLM: instances fetch no pages from others")
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--fetches-pages",
+        help="Instances have a prefix cache alone, or fetch pages of others and split; default: as "
+        "the profile's engine (vLLM: prefix cache)",
+    ),
 ]
 ReplayedLog = Annotated[
     Path | None,

@@ -20,6 +20,9 @@ _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"
 )
 _MAX_TOKENS = 1 << 24
+# Engines whose instances declare no ability to fetch pages, to retain or to split
+# (`kvrs/proxy/backends`). With a checkpoint in question they load rows that agents serve.
+_STOCK = ("vllm", "sglang")
 _RATES = ("10Gbit/s", "25Gbit/s", "100Gbit/s", "400Gbit/s")
 # Fields of the profile, and fields of the question that neither profile nor policy gives.
 _LABELS = ("label", "model", "dtype", "gpu", "cpu", "tp", "engine", "version", "kind", "source")
@@ -52,7 +55,7 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
         queue_s=given["queue_depth"] * service_s,
         checkpoint_tokens=given["checkpoint_tokens"],
         host_to_device_bytes_per_s=BackupSettings().host_to_device_bytes_per_s,
-        prefix_cache=given["prefix_cache"],
+        prefix_cache=_has_prefix_cache_alone(profile, given["prefix_cache"]),
     )
     answer = explain(question)
     return {
@@ -151,6 +154,10 @@ def _out_of_range(given: Mapping[str, Any], name: str, low: int, high: int) -> I
     value = given[name]
     if not low <= value <= high:
         yield f"--{name.replace('_', '-')}: got {value}; allowed: {low} to {high}"
+
+
+def _has_prefix_cache_alone(profile: Profile, asked: bool | None) -> bool:
+    return profile.engine.lower().startswith(_STOCK) if asked is None else asked
 
 
 def _local_bytes_per_s(profile: Profile) -> float:

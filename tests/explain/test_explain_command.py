@@ -126,11 +126,66 @@ def test_json_holds_question_and_answer() -> None:
         8000,
     )
     assert found["question"]["queue_s"] == pytest.approx(2 * found["question"]["service_s"])
-    assert {option["option"] for option in found["answer"]["options"]} == {
-        "migrate",
-        "recompute",
-        "split",
-    }
+    assert {option["option"] for option in found["answer"]["options"]} == {"migrate", "recompute"}
+
+
+@pytest.mark.parametrize(
+    ("profile", "more", "options"),
+    [
+        pytest.param("llama-3.1-8b-h100-vllm-tp1", (), {"migrate", "recompute"}, id="vLLM"),
+        pytest.param(
+            "llama-3.1-8b-h100-vllm-tp1",
+            ("--checkpoint-tokens", "4000"),
+            {"migrate", "recompute", "restore"},
+            id="vLLM with rows of agents",
+        ),
+        pytest.param(
+            "llama-3.1-8b-h100-vllm-tp1",
+            ("--fetches-pages",),
+            {"migrate", "recompute", "split"},
+            id="vLLM with more abilities",
+        ),
+        pytest.param(
+            "opt-13b-a100-kvrs-seed", (), {"migrate", "recompute", "split"}, id="another engine"
+        ),
+        pytest.param(
+            "opt-13b-a100-kvrs-seed",
+            ("--prefix-cache",),
+            {"migrate", "recompute"},
+            id="another engine as vLLM",
+        ),
+    ],
+)
+def test_a_profiles_engine_has_the_abilities_of_its_backend(
+    profile: str, more: tuple[str, ...], options: set[str]
+) -> None:
+    """Nothing is recommended that the engine cannot do: vLLM splits nothing, and fetches nothing
+    but rows. Its migrations compute in a prefix cache and hand the whole history off.
+    """
+    asked = ("--profile", profile, "--prompt-tokens", "8000", "--bandwidth", "25Gbit/s", *more)
+
+    answer = as_json(*asked)["answer"]
+
+    assert {each["option"] for each in answer["options"]} == options
+    assert {*answer["by_policy"].values()} <= options
+    (migrated,) = (each for each in answer["options"] if each["option"] == "migrate")
+    assert (migrated["at"] == "holder") is ("split" not in options)
+
+
+def test_every_profile_of_vllm_has_the_abilities_of_vllm() -> None:
+    """Those that come with kvrs, and those that `kvrs profile --url` measures, have its name."""
+    for name in catalog.names():
+        question = as_json("--profile", name, "--prompt-tokens", "800")["question"]
+        assert question["prefix_cache"] is ("vllm" in name)
+
+
+def test_the_source_of_a_profile_makes_no_table_wide() -> None:
+    """It is a text of several sentences, which stands above the tables."""
+    text = explained("--profile", "llama-3.1-8b-h100-vllm-tp1", "--prompt-tokens", "8000")
+
+    table = text[text.index("\nprofile\n") : text.index("\nquestion\n")]
+    assert max(map(len, table.splitlines())) < 100
+    assert "\nsource of the profile: scaled by kvrs from Qwen3-14B" in text
 
 
 def test_without_a_profile_every_model_has_its_break_even() -> None:
