@@ -146,6 +146,8 @@ PAPERS: Mapping[str, tuple[Experiment, ...]] = {
             quick=(1.0, "study --quick"),
             is_virtual=True,
         ),
+        _of("decisions", "embedded", 9, "embedded", quick=(2.5, "embedded --quick")),
+        _of("decisions", "vllm", 25, "vllm", VLLM, quick=(5, "vllm --quick")),
         _of("two_proxies", "two_proxies", 2, quick=(0.3, "run --streams 60 --tokens 100")),
         _of("healthy_path", "healthy_path", 2, quick=(0.5, "run --pairs 4 --seconds 4")),
         _of("crossover", "crossover", 5, quick=(1.3, "run --repeats 2")),

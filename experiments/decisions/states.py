@@ -193,7 +193,7 @@ class Observed:
         return fmean(victim.pause_s for victim in self.victims)
 
 
-class _Forced(Auto):
+class Forced(Auto):
     """`auto`, with the best estimate of one option where there is one."""
 
     def __init__(self, future: Future) -> None:
@@ -288,7 +288,7 @@ def _go_on(world: World, state: State, kill_s: float, future: Future) -> Observe
     policy = config.policy.model_copy(update={"name": future.policy})
     if future.forced is not None or future.factors:
         rules: Any = BY_NAME  # Of this child alone.
-        rules[PolicyName.AUTO] = _Forced(future)
+        rules[PolicyName.AUTO] = Forced(future)
     before = {id(each) for proxy in world.cluster.proxies for each in proxy.recovered}
     world.go_on_with(_kill(VICTIM, kill_s), config.model_copy(update={"policy": policy}), None)
     at_s = kill_s + 0.03
