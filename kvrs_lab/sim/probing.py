@@ -82,7 +82,7 @@ class Probing:
                 over.set_result(error is None)
 
         transfer = SimTransfer(
-            peer, engine, _PIECES, piece_bytes, TrafficClass.CHECKPOINT, arrived, ended
+            peer, engine, _PIECES, piece_bytes, TrafficClass.HANDOFF, arrived, ended
         )
         self._site.links.send(transfer)
         return await over

@@ -4,6 +4,7 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.meter import LinkMeter
 from kvrs_lab.sim.links import SimTransfer
 from kvrs_lab.sim.streams import Arrival
@@ -52,6 +53,29 @@ def test_a_link_that_becomes_slow_is_seen_by_the_next_probes() -> None:
     found.run_before(39.0)
 
     assert meter(found).estimates()[N1] == pytest.approx(RATE / 10, rel=0.1)
+
+
+def test_checkpoints_on_a_link_do_not_make_it_look_slow() -> None:
+    """Recoveries go before checkpoints, so a probe must: else they are priced at what is left."""
+    found = world()
+    found.run_before(20.0)
+    engines, links = found.cluster.engines, found.cluster.links
+
+    for number in range(4):  # More than the link carries in 19 s.
+        checkpoint = SimTransfer(
+            engines[InstanceId("w1")],
+            engines[InstanceId("w2") if number % 2 else W0],
+            1 << 15,
+            1 << 20,
+            TrafficClass.CHECKPOINT,
+            lambda pages: True,
+            lambda error: None,
+        )
+        links.send(checkpoint)
+    found.run_before(39.0)
+
+    assert links.under_way
+    assert meter(found).estimates()[N1] == pytest.approx(RATE, rel=0.1)
 
 
 def test_probes_take_less_than_one_percent_of_a_link() -> None:

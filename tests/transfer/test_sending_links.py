@@ -93,6 +93,32 @@ async def test_on_a_slow_link_a_handoff_overtakes_a_checkpoint(traffic: TrafficC
     assert meanwhile <= 20
 
 
+async def test_on_a_slow_link_a_probe_overtakes_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A probe measures what a recovery would get, and not what checkpoints leave: these give way to
+    recoveries.
+    """
+    monkeypatch.setattr("kvrs.transfer.puller.PROBE_BYTES", 80 * PAGE_BYTES)
+    settings = TransferSettings(link_bytes_per_s=800_000.0, stall_timeout_s=10.0)
+    async with agent_store(settings=settings) as h:
+        await h.offer(A)
+        async with serving_too(h, settings) as (neighbour, peer):
+            into = [memoryview(bytearray(PAGE_BYTES))]
+            await neighbour.pull(peer, PullRequest(tags(B, 0, 1)), into, None)
+            storing = asyncio.create_task(h.pusher.store(h.peer, [range_of(A, 0, 200)]))
+            await until(lambda: len(h.sink.visible) >= 3)
+            before = len(h.sink.visible)
+
+            await neighbour.probe(peer)
+            meanwhile = len(h.sink.visible) - before
+
+            assert N0 in neighbour.links()
+            assert await storing == [HeldPages(StoreCode.OK, 200)]
+    # An even share would be 80.
+    assert meanwhile <= 30
+
+
 async def test_on_a_slow_link_a_recovery_overtakes_a_handoff() -> None:
     """The class of a pull travels with its question."""
     settings = TransferSettings(link_bytes_per_s=800_000.0, stall_timeout_s=10.0)
