@@ -133,10 +133,10 @@ def watched(traffic: Traffic, seed: int) -> list[tuple[float, float]]:
     seen = []
     for at_s, kind, number in events:
         if kind == 0:
-            open_[fetches[number]] = FetchedHandOff(SOURCE, fetches[number].size_bytes, 1)
+            open_[fetches[number]] = FetchedHandOff(SOURCE, fetches[number].size_bytes, 1, at_s)
             meter.begins(open_[fetches[number]])
         elif kind == 1:
-            open_.pop(fetches[number]).is_over = True
+            open_.pop(fetches[number]).over_s = at_s
         else:
             over = [each for each in fetches if each.seen_s <= at_s]
             seconds = sum(each.seen_s - each.posted_s for each in over)

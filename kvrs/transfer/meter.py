@@ -65,7 +65,7 @@ _FIRST_SPREAD = 0.25  # Spread after the first sample, as a share of the rate.
 _SPREAD_CONSTANTS = 4  # Time constant of the spread, as a multiple of `TIME_CONSTANT_S`.
 
 # Factor between sample and estimate, in either direction, above which the sample is a step.
-_FAR = 1.5
+STEP = 1.5
 # Weight of the newest sample in the two averages of deviations, by which a trend is told from
 # noise.
 _TREND = 0.1
@@ -182,6 +182,12 @@ class LinkMeter:
         if link.transfers == 0 and link.bytes >= self._min_sample_bytes:
             self._take_sample(link)
 
+    def sampled(self, source: NodeId, bytes_per_s: float, now_s: float) -> None:
+        """Take a sample that was measured elsewhere, and ends at `now_s`."""
+        link = self._links.setdefault(source, _MeteredLink())
+        link.last_s = now_s
+        self._note(link, bytes_per_s)
+
     def unmeasured_s(self, source: NodeId, now_s: float) -> float:
         """Return the time since the last sample; infinite if there was none, 0 while a transfer is
         open.
@@ -276,11 +282,13 @@ class LinkMeter:
     def _take_sample(self, link: _MeteredLink) -> None:
         elapsed_s = link.last_s - link.since_s
         if elapsed_s >= _MIN_SAMPLE_S:
-            rate = link.bytes / elapsed_s
-            self._judge(link, rate)
-            link.latest_bytes_per_s, link.measured_s = rate, link.last_s
+            self._note(link, link.bytes / elapsed_s)
             link.blind = 0
         link.since_s, link.bytes = link.last_s, 0
+
+    def _note(self, link: _MeteredLink, rate: float) -> None:
+        self._judge(link, rate)
+        link.latest_bytes_per_s, link.measured_s = rate, link.last_s
 
     def _judge(self, link: _MeteredLink, rate: float) -> None:
         estimate, in_doubt, before = link.bytes_per_s, link.is_doubtful, link.before
@@ -307,4 +315,4 @@ class LinkMeter:
 
 
 def _is_far(rate: float, estimate: float) -> bool:
-    return rate > estimate * _FAR or rate < estimate / _FAR
+    return rate > estimate * STEP or rate < estimate / STEP

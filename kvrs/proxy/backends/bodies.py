@@ -54,10 +54,10 @@ class HandOff:
     # The fetch as the bandwidth meter of the link knows it; None: not measured.
     pull: FetchedHandOff | None = None
 
-    def was_fetched(self) -> None:
+    def was_fetched(self, now_s: float) -> None:
         """Tell the bandwidth meter at the first token that the fetch is over."""
         if self.pull is not None:
-            self.pull.is_over = True
+            self.pull.over_s = now_s
 
 
 @dataclass(slots=True, eq=False)

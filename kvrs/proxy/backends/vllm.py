@@ -382,8 +382,8 @@ class VllmBackend(VllmServer):
         except DeniedError as error:
             raise await self._judged(error) from None
         finally:
-            if pull is not None:
-                pull.is_over = True
+            if pull is not None and pull.over_s is None:
+                pull.over_s = time.monotonic()
             if rows is not None and rows.over_s is None:
                 rows.over_s = time.monotonic()
 

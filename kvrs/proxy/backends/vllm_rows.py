@@ -43,7 +43,6 @@ class _Counts(NamedTuple):
 class _Open(NamedTuple):
     load: RowLoad
     pull: FetchedHandOff
-    began_s: float
 
 
 class RowLoads:
@@ -66,8 +65,8 @@ class RowLoads:
 
     def begin(self, load: RowLoad, page_bytes: int, now_s: float) -> None:
         source = MEMORY if load.node is None or load.node == self._node else load.node
-        pull = FetchedHandOff(source, load.pages * page_bytes, ranks=1)
-        self._open.append(_Open(load, pull, now_s))
+        pull = FetchedHandOff(source, load.pages * page_bytes, 1, now_s)
+        self._open.append(_Open(load, pull))
         self._meter.begins(pull)
         if load.in_store:
             self._meter.counted(self._of_store, now_s)
@@ -88,8 +87,8 @@ class RowLoads:
         *of, before = self._before
         self._before = process, in_store, counts
         came = counts.since(before) if of == [process, in_store] else _Counts()
-        for load, pull, _ in self._open:
-            pull.is_over = load.over_s is not None
+        for load, pull in self._open:
+            pull.over_s = load.over_s
         if not in_store:
             pulled = Pulled(counts.size_bytes, counts.size_bytes, counts.seconds)
             self._meter.counted(pulled, now_s, process)
@@ -97,7 +96,7 @@ class RowLoads:
             self._came = self._came.plus(came)
         else:
             self._prefix_bytes += came.size_bytes
-        if not all(pull.is_over for _, pull, _ in self._open):
+        if not all(pull.over_s is not None for _, pull in self._open):
             self._over_s = None
         elif self._over_s is None:
             self._over_s = now_s
@@ -126,7 +125,7 @@ class RowLoads:
         if in_store:
             share = self._settle_store(share, wanted_bytes, bytes_per_token, now_s)
         else:
-            for load, pull, _ in self._open:
+            for load, pull in self._open:
                 loaded = round(share * pull.size_bytes / bytes_per_token)
                 self._report(load, loaded, max(0, load.history_tokens - loaded), now_s)
         self._recovery_bytes += share * wanted_bytes
@@ -156,7 +155,7 @@ class RowLoads:
         # The store does not count time: add the times from each load's start to its first token.
         if not seconds:
             size_bytes = certain_bytes
-            seconds = sum((load.over_s or now_s) - began for load, _, began in self._open)
+            seconds = sum((load.over_s or now_s) - pull.began_s for load, pull in self._open)
         if certain_bytes:
             of = self._of_store
             self._of_store = Pulled(

@@ -141,6 +141,7 @@ class VllmServer(StockPeer):
         if hand_off is None:
             return None
         size_bytes = hand_off.tokens * bytes_per_token
-        pull = hand_off.pull = FetchedHandOff(hand_off.node, size_bytes, hand_off.ranks)
+        now_s = time.monotonic()
+        pull = hand_off.pull = FetchedHandOff(hand_off.node, size_bytes, hand_off.ranks, now_s)
         self._meter.begins(pull)
         return pull

@@ -443,7 +443,7 @@ class AttemptCalls:
     def _resumed(self) -> None:
         attempt, live = self._attempt, self._live
         if self._hand_off is not None:
-            self._hand_off.was_fetched()
+            self._hand_off.was_fetched(self._context.clock())
             self._hand_off = None
         if self._rows is not None:
             self._rows.over_s = self._context.clock()
