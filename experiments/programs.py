@@ -463,7 +463,6 @@ OTHERS = (
     _of("parsed_deaths", "price", 5, "price", quick=(0.5, "price --quick")),
     _of("kill_spread", "kill_spread", 5, quick=(0.5, "run --quick")),
     Experiment("kill_spread", ("before",), 0, ""),
-    Experiment("decisions", ("before",), 0, ""),
     _of(
         *("decisions", "learning", 12, "learning"),
         quick=(2.0, "learning --quick"),

@@ -32,7 +32,7 @@ LEAST_SHARE = 0.8  # Share of an incident's real costs that must lie in their pr
 _FACTOR = 1.7  # A predicted interval is the prediction divided and multiplied by it.
 # Settings that a decision reads at its moment; others had their effect before it, or have it later.
 ALLOWED = (
-    *("name", "dispatch", "restored_at", "correction_max", "slots_max"),
+    *("name", "dispatch", "restored_at", "slots_max"),
     "assumed_link_bytes_per_s",
 )
 
