@@ -40,6 +40,7 @@ def up(state: State, event: ev.InstanceUp, now_s: float) -> None:
     member = state.view.add(state.member_of(event))
     state.view.prefixes.up(member, keeps=bool(info.kept) or event.had_not_ended)
     state.prefill_scale.up(member)
+    state.view.share_slowness(member)
     state.view.set_self_tested(member, event)
     member.gpu_degraded = info.id in state.gpu_degraded
     member.drain_ordered = info.id in state.drain_ordered
@@ -75,7 +76,8 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     if changes_ranks(member, report, now_s):
         _re_form(state, member, event, now_s)
     member.told = report
-    member.note_steps(report)
+    if member.note_steps(report):
+        state.view.share_slowness(member)
     if not member.decodes:
         state.view.prefill_order.note_prompts(member, report.queued + report.running)
     else:

@@ -209,3 +209,21 @@ def test_an_older_instance_reports_no_times_of_steps() -> None:
 
     assert (found.step_s, found.slowness, there.slowness) == (0.0, None, 1.0)
     assert there.prefill is there.full_prefill
+
+
+def test_an_instance_that_has_computed_no_prompt_is_as_slow_as_its_like() -> None:
+    """Those with the same table; its own report then counts, and theirs no more."""
+    harness = PolicyHarness()
+    for name in ("d0", "d1", "p0"):
+        harness.handle(instance_up(name, prefill=None))
+    harness.handle(load("p0", slowness=2.0))
+    members = harness.policy.members
+
+    assert [members[InstanceId(name)].slowness for name in ("p0", "d0", "d1")] == [2.0, 2.0, 2.0]
+
+    harness.handle(load("d0", slowness=1.0))
+    harness.handle(load("p0", slowness=3.0))
+    harness.handle(instance_up("d3", prefill=None))
+
+    found = {name: members[InstanceId(name)].slowness for name in ("p0", "d0", "d1", "d3")}
+    assert found == {"p0": 3.0, "d0": 1.0, "d1": 2.0, "d3": 2.0}

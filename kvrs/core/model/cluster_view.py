@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from statistics import median
 from typing import Any
 
 from kvrs.core.model import events as ev
@@ -311,6 +312,21 @@ class ClusterView:
             and (not name or name in each.names)
         ]
         return have_roles_of(doubted, others)
+
+    def share_slowness(self, member: Member) -> None:
+        """Let instances with the same prefill table as this one, which have reported no slowness
+        of their own, have the median of those that have.
+        """
+        label = member.full_prefill.label
+        alike = [
+            each
+            for each in self.members.values()
+            if each.observed is None and each.full_prefill.label == label
+        ]
+        if known := [each.slowness for each in alike if each.has_own_slowness]:
+            for each in alike:
+                if not each.has_own_slowness:
+                    each.set_slowness(median(known))
 
     def look_ahead(self) -> None:
         """Count the work before histories that come now, at each instance (`Member.ahead_s`)."""

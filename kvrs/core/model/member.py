@@ -273,6 +273,7 @@ class Member:
     reported_step_s: float = 0.0  # Time of a decode step, by the last report; 0: not reported.
     # Factor of the prefill table by the times of the instance's own steps.
     slowness: float = 1.0
+    has_own_slowness: bool = False  # The instance has reported it; else it is that of its like.
     answers: AnswerHealth = field(default_factory=AnswerHealth)
     # The fields from `epoch` to `names` are copied from `info`, because every decision uses them.
     epoch: int = 0
@@ -513,13 +514,22 @@ class Member:
             self.prefill = table.scaled(factor)
         self.step_s = self.reported_step_s or self.prefill.step_overhead_s
 
-    def note_steps(self, report: LoadReport) -> None:
-        """Note the reported times of steps."""
+    def note_steps(self, report: LoadReport) -> bool:
+        """Note the reported times of steps; return whether the slowness is another."""
         self.reported_step_s = report.step_s
         self.step_s = report.step_s or self.prefill.step_overhead_s
-        if report.slowness is not None and self._has_other_slowness(report):
-            self.slowness = report.slowness
-            self.set_table(self.full_prefill)
+        if report.slowness is None or self.observed is not None:
+            return False
+        is_first, self.has_own_slowness = not self.has_own_slowness, True
+        if not has_moved(report.slowness, self.slowness):
+            return is_first
+        self.set_slowness(report.slowness)
+        return True
+
+    def set_slowness(self, slowness: float) -> None:
+        """Set the factor of the prefill table by the times of steps."""
+        self.slowness = slowness
+        self.set_table(self.full_prefill)
 
     def has_other_steps(self, report: LoadReport) -> bool:
         """Return whether the reported times of steps differ enough to change a decision."""
@@ -529,7 +539,7 @@ class Member:
         # The slowness is that of the declared table, and no table is scaled twice.
         if report.slowness is None or self.observed is not None:
             return False
-        return has_moved(report.slowness, self.slowness)
+        return not self.has_own_slowness or has_moved(report.slowness, self.slowness)
 
     def takes_from(self, prefill: "Member") -> bool:
         """Return whether `prefill` can hand off to this instance. A server that cannot pull pages
