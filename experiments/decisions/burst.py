@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
@@ -34,7 +34,7 @@ LIMIT_MS = 1.0  # Added to the time in the other checkout.
 def once() -> dict[str, float]:
     """Return the times of one death, in ms."""
     profile = catalog.profile(PROFILE)
-    policy = RecoveryPolicy(PolicySettings(recovery={"gather_s": 0.0}), SloSettings())
+    policy = RecoveryPolicy(PolicySettings(recovery=RecoverySettings(gather_s=0.0)), SloSettings())
     names = [
         (f"{role[0]}{node}", node, Role(role))
         for node in range(TARGETS + 1)
@@ -67,7 +67,7 @@ def once() -> dict[str, float]:
 
 def there(checkout: Path) -> dict[str, float]:
     """Return the times of one death in a process of a checkout."""
-    command = [sys.executable, Path(__file__).resolve(), "--once"]
+    command = [sys.executable, str(Path(__file__).resolve()), "--once"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     found = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, check=True)
     times: dict[str, float] = json.loads(found.stdout)

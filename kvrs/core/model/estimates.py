@@ -67,6 +67,10 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     # than the computing in it, as streams decode there.
     step_s: float = 0.0
 
+    # Streams at the target that wait for its computing: those without a token since they came, and
+    # for a split, whose front need not be computed there, all.
+    waiting: int = 0
+
     @property
     def next_token_s(self) -> float:
         """Predicted time until the next token reaches the client."""
@@ -78,5 +82,7 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
         return max(0.0, self.next_token_s - self.queue_s)
 
     def wait_of_others_s(self, others: float) -> float:
-        """Return the total time that other victims at the same target wait for this one."""
-        return others * self.at_target_s
+        """Return the total time that other streams at the target wait for this one: `others`, the
+        event's other victims there, or those that wait already, if these are more.
+        """
+        return max(others, self.waiting) * self.at_target_s

@@ -191,6 +191,7 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
         source.id,
         second,
         case.step_s,
+        case.waiting,
     )
     estimates.append(estimate)
     best = case.best_fetch
@@ -209,6 +210,7 @@ def estimate_fetch(
     source: InstanceId | None = None,
     second: InstanceId | None = None,
     step_s: float = 0.0,
+    waiting: int = 0,
 ) -> Estimate:
     """Estimate: wait `queue_s`, transfer `prefix_tokens` of the history in `transfer_s`, compute
     the rest at the target, whose steps take `step_s` besides.
@@ -230,6 +232,7 @@ def estimate_fetch(
         source,
         second,
         step_s=step_s,
+        waiting=waiting,
     )
 
 
@@ -358,6 +361,7 @@ def estimate_reuse(case: Case, estimates: list[Estimate]) -> None:
             queue_s=target.ahead_s + wait_s,
             second=second,
             step_s=case.step_s,
+            waiting=case.waiting,
         )
     )
 

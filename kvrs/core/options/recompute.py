@@ -81,6 +81,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             case.extrapolated,
             at_target_s if at_target_s > 0 else 0.0,
             step_s=case.step_s,
+            waiting=case.waiting,
         )
     )
     if there is not None:

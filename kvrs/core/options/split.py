@@ -52,6 +52,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             fetch.second,
             first_page,
             step_s=case.step_s,
+            waiting=target.streams,
         )
     )
 

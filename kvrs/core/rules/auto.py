@@ -2,8 +2,10 @@
 section 5): for one victim the fastest, for many victims the one with the least total delay.
 
 Victims of one event that go to the same target share its compute time: while the target computes
-for one victim, the others wait. A choice is charged that wait once for each of the others. Links
-and prefill instances are not charged, because the other victims need not use them.
+for one victim, the others wait. A choice is charged that wait once for each of the others, or of
+the streams that wait for a token there already, if these are more; a split, which computes at the
+target what need not be computed there, for all streams there. Links and prefill instances are not
+charged, because the other victims need not use them.
 """
 
 from collections.abc import Sequence
@@ -23,12 +25,16 @@ class Auto(Rule):
         self, estimates: Sequence[Estimate], budget_s: float | None, others: float
     ) -> Estimate | None:
         best: Estimate | None = None
+        any_waits = others > 0
         least_s, limit_s = inf, inf if budget_s is None else budget_s
         for estimate in estimates:
-            cost_s = estimate.total_s + others * estimate.at_target_s
+            cost_s = estimate.total_s
+            if others or estimate.waiting:
+                any_waits = True
+                cost_s += estimate.wait_of_others_s(others)
             if cost_s < least_s and estimate.total_s - estimate.lookahead_s <= limit_s:
                 best, least_s = estimate, cost_s
-        return best
+        return best if any_waits else None
 
 
 AUTO = Auto(PolicyName.AUTO, options.ALL)

@@ -62,7 +62,9 @@ class Rule:
     def choose_sparing(
         self, estimates: Sequence[Estimate], budget_s: float | None, others: float
     ) -> Estimate | None:
-        """Return the choice if there are other victims; None: choose as for a single victim."""
+        """Return the choice of a policy that counts the wait of other streams; None: it counts
+        none, or no estimate meets the budget.
+        """
         return None
 
     def decide(
@@ -72,10 +74,9 @@ class Rule:
         cost of the fastest option (seed KVRS). `others` is the number of other victims of the event
         per target; only a rule that spares others uses it.
         """
-        if others:
-            chosen = self.choose_sparing(estimates, budget_s, others)
-            if chosen is not None:
-                return chosen
+        chosen = self.choose_sparing(estimates, budget_s, others)
+        if chosen is not None:
+            return chosen
         fastest = cheapest(estimates)
         if budget_s is not None and fastest.next_token_s > budget_s:
             return Estimate(Option.ABORT, fastest.target, fastest.total_s)
@@ -156,6 +157,7 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
                 slot_wait_s,
                 step_s,
                 next_s,
+                0 if target.rows else len(target.answers.awaited),
             )
         )
     return cases

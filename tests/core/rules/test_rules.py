@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.core import rules
@@ -203,3 +204,18 @@ def test_weighing_a_link_makes_no_record_of_it() -> None:
 
     assert source.page_s == pytest.approx(target.page_bytes / 1e9)
     assert not state.view.links
+
+
+def test_a_single_victim_takes_no_split_at_the_expense_of_the_streams_there() -> None:
+    """Its front is computed where they decode; streams that wait for a token count for any."""
+    auto = rules.BY_NAME[PolicyName.AUTO]
+    migrate = Estimate(Option.MIGRATE, D, 0.10, at_target_s=0.01)
+    split = Estimate(Option.SPLIT, D, 0.06, at_target_s=0.03)
+    computed = Estimate(Option.RECOMPUTE, D, 0.09, at_target_s=0.05)
+
+    assert auto.decide([migrate, split]) is split
+    assert auto.decide([migrate, replace(split, waiting=5)]) is migrate
+    assert auto.decide([migrate, computed]) is computed
+    assert auto.decide([replace(migrate, waiting=1), replace(computed, waiting=1)]).option is (
+        Option.MIGRATE
+    )
