@@ -172,6 +172,7 @@ def settle_bookings(state: State, stream: Stream) -> None:
         attempt.booked_on = None
     for link, size_bytes in attempt.links:
         link.in_flight_bytes -= size_bytes
+        link.in_flight -= 1
     attempt.links.clear()
 
 
@@ -328,4 +329,5 @@ def _leave(state: State, stream: Stream) -> None:
 
 def _put_on_link(attempt: AttemptState, link: Link, size_bytes: int) -> None:
     link.in_flight_bytes += size_bytes
+    link.in_flight += 1
     attempt.links.append((link, size_bytes))

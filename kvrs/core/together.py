@@ -7,6 +7,7 @@ before. The victims of an event share links, prefill instances and the steps of 
     step    max(d, h) + the computing of its tokens, at most `step_tokens` of them;
             d: a decode step of the streams there, h: the overhead of a step with prompts
     token   at the end of the step that takes the last tokens of the history, or the hand-off
+    call    a hand-shake for each exchange of the proxy: a slot, each call and its answer
 
 Here the chosen plans are played through once, in steps: prompts at prefill instances, then links,
 then the targets. It follows the decisions and changes none. O(victims * steps).
@@ -88,12 +89,14 @@ class Sending:
     ends_s: float = inf
 
 
-def share_link(sendings: Sequence[Sending], before_s: float) -> None:
+def share_link(sendings: Sequence[Sending], before_s: float, before: int = 1) -> None:
     """Set the ends of the transfers of one link, which share it equally with each other, and with
-    transfers of `before_s` that began before.
+    `before` transfers that began before and take `before_s` together.
     """
     now_s = each_s = 0.0  # `each_s`: what each transfer since the first has got.
-    moving: list[tuple[float, int]] = [(before_s, -1)] if before_s > 0 else []
+    moving: list[tuple[float, int]] = []
+    if before_s > 0:
+        moving = [(before_s / before, -1)] * before
     waiting = sorted(range(len(sendings)), key=lambda index: sendings[index].begins_s)
     waiting.reverse()
     while waiting or moving:
@@ -118,10 +121,11 @@ class _Event:
         self._begun_s = victims[0].attempt.started_s
         self._steps: dict[InstanceId, Steps] = {}
         self._links: dict[int, tuple[Link, list[Sending]]] = {}
+        self._agents = {agent.node for agent in self._view.agents.values()}
         # Bookings of the victims themselves.
         self._booked_s: dict[InstanceId, float] = {}
         self._streams: dict[InstanceId, int] = {}
-        self._bytes: dict[int, int] = {}
+        self._booked: dict[int, tuple[int, int]] = {}  # Bytes and number of transfers, by link.
         for stream in victims:
             attempt = stream.attempt
             if (there := attempt.booked_on) is not None:
@@ -130,7 +134,8 @@ class _Event:
             target = attempt.decodes_on.id
             self._streams[target] = self._streams.get(target, 0) + 1
             for link, size_bytes in attempt.links:
-                self._bytes[id(link)] = self._bytes.get(id(link), 0) + size_bytes
+                before_bytes, before = self._booked.get(id(link), (0, 0))
+                self._booked[id(link)] = before_bytes + size_bytes, before + 1
 
     def ends_s(self, chosen: Sequence[tuple[Stream, Estimate]]) -> list[float]:
         """Return the time of each stream's next token."""
@@ -146,12 +151,18 @@ class _Event:
                 prefill, last = self._view.members[estimate.source], Work(1, 0.0)
                 prompts[prefill.id] = None
                 prompt = self._at(prefill, _computed(prefill, stream, estimate.compute_s))
+                prompt.ready_s = HANDSHAKE_S / 2
                 sending = self._send(self._view.link(prefill.node, target.node), estimate)
                 handed.append((prompt, sending, last))
             else:
                 link, last = self._fetch(target, stream, estimate)
+                last.ready_s = HANDSHAKE_S / 2
                 if link is not None:
-                    fetched.append((self._send(link, estimate), last))
+                    sending = self._send(link, estimate)
+                    sending.begins_s += HANDSHAKE_S / 2
+                    if target.node in self._agents:  # The agent there grants the slot.
+                        sending.begins_s += HANDSHAKE_S
+                    fetched.append((sending, last))
             lasts.append(self._at(target, last))
         for name in prompts:
             self._steps[name].play()
@@ -159,14 +170,15 @@ class _Event:
             sending.begins_s += prompt.ends_s
         for link, sendings in self._links.values():
             rate = link.bytes_per_s / link.counted_share
-            before_bytes = link.in_flight_bytes - self._bytes.get(id(link), 0)
-            share_link(sendings, max(0, before_bytes) / rate)
+            own_bytes, own = self._booked.get(id(link), (0, 0))
+            before_bytes, before = link.in_flight_bytes - own_bytes, link.in_flight - own
+            share_link(sendings, max(0, before_bytes) / rate, max(1, before))
         for sending, last in (*fetched, *((sending, last) for _, sending, last in handed)):
             last.ready_s = sending.ends_s
         for name, steps in self._steps.items():
             if name not in prompts:
                 steps.play()
-        return [last.ends_s for last in lasts]
+        return [last.ends_s + HANDSHAKE_S / 2 for last in lasts]
 
     def _fetch(
         self, target: Member, stream: Stream, estimate: Estimate

@@ -8,7 +8,7 @@ from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicyName, RestoredAt
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.estimates import Option
+from kvrs.core.model.estimates import HANDSHAKE_S, Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, load, of, only
@@ -300,7 +300,7 @@ def test_a_recovery_is_settled_and_widens_the_next_interval() -> None:
     assert settled == act.Settled(
         A, 2, Option.MIGRATE, settled.predicted_s, 1.0, settled.low_s, settled.high_s
     )
-    assert settled.predicted_s == pytest.approx(first.total_s, rel=0.2)
+    assert settled.predicted_s == pytest.approx(first.total_s + HANDSHAKE_S, rel=0.2)
     assert settled.low_s < settled.predicted_s < 1.0
     assert then.low_s is not None
     assert then.predicted_s / then.low_s > settled.predicted_s / settled.low_s

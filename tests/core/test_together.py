@@ -67,6 +67,9 @@ def test_a_transfer_that_begins_later_slows_the_others_from_then_on() -> None:
 
 def test_bytes_that_were_on_the_link_before_share_it_too() -> None:
     assert ends(Sending(1.0), before_s=0.5) == pytest.approx([1.5])
+    (one,) = [Sending(1.0)]
+    share_link([one], 4.0, before=4)
+    assert one.ends_s == pytest.approx(5.0)  # Each of the five gets a fifth.
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=20), st.floats(0.0, 5.0))
@@ -129,9 +132,9 @@ def test_victims_that_end_with_one_step_are_predicted_alike() -> None:
 
     first, second, third = (each.predicted_s for each in recovered)
     assert first < third < second
-    together_s = 0.02 + 2 * 0.101 + HANDSHAKE_S + 2 * 112 * 2048 / 10e9 + 0.02
+    together_s = 0.02 + 2 * 0.101 + 2 * HANDSHAKE_S + 2 * 112 * 2048 / 10e9 + 0.02
     assert [each.predicted_s for each in settled] == pytest.approx(
-        [together_s, together_s, 0.02 + 0.101], rel=0.01
+        [together_s, together_s, 0.02 + 0.101 + HANDSHAKE_S], rel=0.01
     )
     assert {each.real_s for each in settled} == {1.0}
 

@@ -30,6 +30,7 @@ class Link:
     bytes_per_s: float  # Lower bound of the rate, on which decisions count; or the assumed rate.
     measured: bool = False
     in_flight_bytes: int = 0  # Bytes of this proxy's transfers that have not finished.
+    in_flight: int = 0  # Number of these transfers.
     mean_bytes_per_s: float = 0.0  # Mean rate, which predicts; 0: not known.
 
     def measure(self, bytes_per_s: float, mean_bytes_per_s: float = 0.0) -> None:
