@@ -17,9 +17,11 @@ from kvrs_lab.report.table import (
     errors_by_kind,
     fault_label,
     interrupted_streams,
+    interval_words,
     milliseconds,
     never_due_lines,
     note_lines,
+    off_words,
     origin_sentence,
     papers_measures,
     quantities,
@@ -69,6 +71,14 @@ _TIMELINE_WORDS = (
     "One line per stream, from its arrival to its end; a tick is a token at the client. "
     "A vertical line is a fault; a thick bar is the pause of a stream from the last token before "
     "its recovery to the first one after it, in the colour of what the recovery did."
+)
+
+
+_RECOVERIES_WORDS = (
+    "Predicted: nine of ten real costs lie in this interval. Real: from the decision to the next "
+    "token. Off by: the factor between the real cost and the predicted one, the middle of the "
+    "interval. Until known: how much more the client waited, from its last token until the death "
+    "was known and the recovery decided. Pause: its whole wait."
 )
 
 
@@ -148,8 +158,10 @@ def _recoveries(report: Report) -> str:
         "to",
         "cause",
         "tokens before",
-        "predicted cost",
-        "real cost",
+        "predicted",
+        "real",
+        "off by",
+        "until known",
         "pause",
     )
     rows = [
@@ -162,8 +174,10 @@ def _recoveries(report: Report) -> str:
             row.get("to"),
             row.get("cause"),
             row.get("produced_tokens"),
-            milliseconds(row.get("predicted_s")),
+            interval_words(row),
             milliseconds(row.get("real_s")),
+            off_words(row),
+            milliseconds(row.get("undecided_s")),
             milliseconds(row["pause_s"]),
         )
         for row in report["recovery_rows"]
@@ -174,7 +188,8 @@ def _recoveries(report: Report) -> str:
     table = _table(columns, rows, "words-in-cells")
     return (
         f"<section><details{opened}><summary>Recoveries "
-        f"({len(rows)})</summary>{table}</details></section>"
+        f"({len(rows)})</summary><p class=words>{escape(_RECOVERIES_WORDS)}</p>{table}"
+        f"</details></section>"
     )
 
 

@@ -9,18 +9,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import repeat
+from math import isfinite
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from kvrs import __version__
+from kvrs.core.model.estimates import real_over_predicted
 from kvrs_lab.report import impact, metrics, oracle
 from kvrs_lab.report.measures import measures_of
 from kvrs_lab.report.metrics import Slo
 from kvrs_lab.report.oracle import Difference, StreamVerdict
 from kvrs_lab.traces.records import StreamRecord
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _TIME_DIGITS = 6  # Microseconds: the resolution of a client's clock.
 _RUN_MAX_S = 1e6  # A later time is of another clock.
 _BINS = 200
@@ -49,8 +52,8 @@ def build_report(
         faulted: the records of the run.
         clean: the same requests without faults, matched by index; None: no comparison.
         recoveries: rows of the proxy's state: at_s, stream, attempt, option, from, to, cause,
-            predicted_s, real_s, estimates, produced_tokens, gap_s. `at_s` counts from the start of
-            the faulted run, as do the records' times.
+            predicted_s, low_s, high_s, real_s, estimates, produced_tokens, gap_s. `at_s` counts
+            from the start of the faulted run, as do the records' times.
         faults: faults that were carried out: at_s, what, whom, instances, pid, inflight.
         settings: settings of the run, kept unchanged.
         slo: the limits for goodput.
@@ -65,7 +68,7 @@ def build_report(
     )
     verdicts = None if clean is None else oracle.judge(faulted, clean)
     by_stream = {record.stream: record for record in faulted if record.stream}
-    rows = [_recovery_row(recovery, by_stream.get(recovery["stream"])) for recovery in recoveries]
+    rows = [*map(_recovery_row, recoveries, _undecided_s(recoveries), repeat(by_stream))]
     fault_rows = _fault_rows(faults, rows, losses, by_stream)
     run = metrics.summary(faulted, slo)
     report = {
@@ -77,6 +80,7 @@ def build_report(
         **_differences(verdicts or []),
         "recoveries": dict(Counter(row["option"] for row in rows)),
         "gap_s": metrics.spread(_pauses_s(rows)),
+        "undecided_s": metrics.spread(row["undecided_s"] for row in rows),
         "tfs_s": min(
             (row["tfs_s"] for row in fault_rows if row["tfs_s"] is not None), default=None
         ),
@@ -186,13 +190,22 @@ def _reasons(report: Report) -> list[str]:
     return reasons
 
 
-def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> dict[str, Any]:
-    """The proxy's row with two measures of the client: the recovery's pause and the replay TTFT."""
+def _recovery_row(
+    recovery: Mapping[str, Any],
+    undecided_s: float | None,
+    by_stream: Mapping[str, StreamRecord],
+) -> dict[str, Any]:
+    """The proxy's row with the wait before its decision, and two measures of the client: the
+    recovery's pause and the replay TTFT.
+    """
+    record = by_stream.get(recovery["stream"])
     pause = (
         metrics.pause_of(record, recovery["at_s"], recovery["produced_tokens"]) if record else None
     )
     return {
         **recovery,
+        "undecided_s": undecided_s,
+        "real_over_predicted": _ratio(recovery.get("predicted_s"), recovery.get("real_s")),
         "index": record.index if record else None,
         "pause_from_s": _rounded(pause.from_s) if pause else None,
         "pause_to_s": _rounded(pause.to_s) if pause else None,
@@ -201,6 +214,30 @@ def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> d
         if record
         else None,
     }
+
+
+def _ratio(predicted_s: float | None, real_s: float | None) -> float | None:
+    if predicted_s is None or real_s is None or not isfinite(predicted_s):
+        return None
+    return real_over_predicted(predicted_s, real_s)
+
+
+def _undecided_s(recoveries: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """For each recovery, how long the client had waited when it was decided: from its last token
+    until the failure was known. None: no token before or after, or it replaced a recovery that had
+    brought none.
+    """
+    found: list[float | None] = []
+    decided: set[tuple[str, int]] = set()
+    for row in recoveries:
+        key = row["stream"], row["produced_tokens"]
+        gap_s, real_s = row.get("gap_s"), row.get("real_s")
+        if gap_s is None or real_s is None or key in decided:
+            found.append(None)
+        else:
+            found.append(_rounded(max(0.0, gap_s - real_s)))
+        decided.add(key)
+    return found
 
 
 def _pauses_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -358,28 +395,30 @@ def _ttp_s(report: Report) -> float | None:
 
 
 def _options(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each option: count, mean predicted and real cost, and the error of the prediction."""
-    by_option: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    """For each option: count, mean predicted and real cost, and how far predictions are off."""
+    by_option: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        if row.get("predicted_s") is not None and row.get("real_s") is not None:
-            by_option[row["option"]].append((row["predicted_s"], row["real_s"]))
+        if row["real_over_predicted"] is not None:
+            by_option[row["option"]].append(row)
+    return {option: _costs(by_option[option]) for option in sorted(by_option)}
+
+
+def _costs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    ratios = [row["real_over_predicted"] for row in rows]
+    off = [max(ratio, 1 / ratio) for ratio in ratios]
+    known = [row for row in rows if row.get("low_s") is not None and row.get("high_s") is not None]
     return {
-        option: {
-            "count": len(costs),
-            "predicted_s": fmean(predicted for predicted, _ in costs),
-            "real_s": fmean(real for _, real in costs),
-            "error_s": fmean(real - predicted for predicted, real in costs),
-            "absolute_error_share": _mean(
-                abs(real - predicted) / real for predicted, real in costs if real > 0
-            ),
-        }
-        for option, costs in sorted(by_option.items())
+        "count": len(rows),
+        "predicted_s": fmean(row["predicted_s"] for row in rows),
+        "real_s": fmean(row["real_s"] for row in rows),
+        # By this factor the longer of predicted and real cost is longer.
+        "off": {"p50": metrics.percentile(off, 50), "p95": metrics.percentile(off, 95)},
+        "real_over_predicted": median(ratios),
+        "longer": sum(ratio > 1 for ratio in ratios),
+        "shorter": sum(ratio < 1 for ratio in ratios),
+        "intervals": len(known),  # Recoveries whose predictions had an interval.
+        "inside": sum(row["low_s"] <= row["real_s"] <= row["high_s"] for row in known),
     }
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return fmean(known) if known else None
 
 
 def _stream_rows(

@@ -160,8 +160,19 @@ def milliseconds(seconds: float | None) -> str:
     return f"{seconds * 1000:.1f} ms" if abs(seconds) < 1 else f"{seconds:,.2f} s"
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def interval_words(row: Mapping[str, Any]) -> str:
+    """Return the predicted interval of a recovery; without one, the predicted cost."""
+    if row.get("low_s") is None or row.get("high_s") is None:
+        return milliseconds(row.get("predicted_s"))
+    return _both(row["low_s"], row["high_s"], " - ")
+
+
+def off_words(row: Mapping[str, Any]) -> str:
+    """Return the factor between the real and the predicted cost of a recovery, and its sign."""
+    if (ratio := row.get("real_over_predicted")) is None:
+        return "-"
+    factor = f"x{max(ratio, 1 / ratio):.3g}"
+    return factor if factor == "x1" else f"{factor} {'longer' if ratio > 1 else 'shorter'}"
 
 
 def recoveries_by_option(report: Report) -> str:
@@ -243,7 +254,13 @@ def quantities(report: Report) -> Table:
     for option, costs in report["recovery_options"].items():
         words = _both(costs["predicted_s"], costs["real_s"])
         row(f"{option}: predicted / real cost", Text(words))
-        row("  average error of a prediction", _share(costs["absolute_error_share"]))
+        off, ratio = costs["off"], costs["real_over_predicted"]
+        row("  off by p50 / p95", f"x{off['p50']:.3g} / x{off['p95']:.3g}")
+        row("  took longer / shorter", f"{costs['longer']} / {costs['shorter']}")
+        row("  real over predicted p50", f"x{ratio:.3g}")
+        if costs["intervals"]:
+            share = f"{costs['inside'] / costs['intervals']:.0%} of {costs['intervals']}"
+            row("  inside the interval", share)
     return folded(table)
 
 
@@ -256,6 +273,8 @@ def _add_fault_rows(report: Report, row: Any) -> None:
     row("streams that needed a recovery", str(interrupted_streams(report)))
     row("recoveries", Text(recoveries_by_option(report)))
     row("pause of a stream p50 / longest", _pair(report["gap_s"], "max"))
+    if report["undecided_s"]["p50"] is not None:
+        row("  until the death was known", _pair(report["undecided_s"], "max"))
 
 
 def papers_measures(report: Report) -> list[tuple[str, str]]:
@@ -309,11 +328,11 @@ def _pair(spread: Mapping[str, float | None], upper: str = "p99") -> str:
     return _both(spread["p50"], spread[upper])
 
 
-def _both(one_s: float | None, other_s: float | None) -> str:
+def _both(one_s: float | None, other_s: float | None, between: str = " / ") -> str:
     """Two times, with one unit if it is the same."""
     one, other = milliseconds(one_s), milliseconds(other_s)
     return (
-        f"{one.removesuffix(' ms')} / {other}"
+        f"{one.removesuffix(' ms')}{between}{other}"
         if one.endswith("ms") and other.endswith("ms")
-        else f"{one} / {other}"
+        else f"{one}{between}{other}"
     )

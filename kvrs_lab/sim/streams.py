@@ -185,6 +185,7 @@ class SimRecovery:
     def row(self) -> dict[str, Any]:
         """A row with the keys of the proxy's state that a report reads."""
         resumed_s, last_s, action = self.resumed_s, self.last_token_s, self.action
+        settled = self.settled
         return {
             "at_s": self.at_s,
             "stream": action.stream,
@@ -193,7 +194,9 @@ class SimRecovery:
             "from": action.failed,
             "to": self.target,
             "cause": action.cause,
-            "predicted_s": action.predicted_s,
+            "predicted_s": action.predicted_s if settled is None else settled.predicted_s,
+            "low_s": None if settled is None else settled.low_s,
+            "high_s": None if settled is None else settled.high_s,
             "real_s": None if resumed_s is None else resumed_s - self.at_s,
             "gap_s": None if resumed_s is None or last_s is None else resumed_s - last_s,
             "produced_tokens": self.produced_tokens,

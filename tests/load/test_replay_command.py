@@ -402,10 +402,10 @@ def test_errors_are_listed_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture
         ("{", "not JSON"),
         pytest.param("[" * 100_000, "not JSON", id="nested"),
         ("[]", "schema_version None"),
-        ('{"schema_version": 1}', "schema_version 1; allowed: 4"),
-        ('{"schema_version": 4}', "missing required field `exact`"),
+        ('{"schema_version": 1}', "schema_version 1; allowed: 5"),
+        ('{"schema_version": 5}', "missing required field `exact`"),
         (
-            '{"schema_version": 4, "exact": null, "streams": 1, "completed": 1, '
+            '{"schema_version": 5, "exact": null, "streams": 1, "completed": 1, '
             '"recoveries": {}, "settings": {}, "measures": {"goodput_per_s": "fast"}}',
             "goodput_per_s",
         ),

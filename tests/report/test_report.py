@@ -6,6 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from io import StringIO
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_the_top_of_the_report_is_the_verdict() -> None:
     """The names that scripts rely on."""
     report = exact_report()
 
-    assert (report["schema_version"], report["exact"], report["reasons"]) == (4, True, [])
+    assert (report["schema_version"], report["exact"], report["reasons"]) == (5, True, [])
     assert [report[key] for key in ("streams", "completed", "errors")] == [3, 3, 0]
     assert [report[key] for key in ("tokens_lost", "tokens_repeated", "tokens_different")] == [
         0,
@@ -182,6 +183,63 @@ def test_gaps_and_tfs_come_from_the_clients_side() -> None:
     assert report["gap_s"]["p50"] == pytest.approx(0.5)
     assert report["tfs_s"] == report["faults"][0]["tfs_s"] == pytest.approx(0.3)
     assert [row["recoveries"] for row in report["per_stream"]] == [["migrate"], ["recompute"], []]
+
+
+def test_each_option_tells_how_far_predictions_are_off() -> None:
+    """By a factor, which is as large for half as for twice of the real cost; and whether nine of
+    ten were in their intervals.
+    """
+    real_s = [0.05, 0.1, 0.2, 0.8]
+    inside = {"low_s": 0.04, "high_s": 0.25}
+    rows = [
+        recovery(f"s{at}", "migrate", real_s=s, gap_s=s, **inside) for at, s in enumerate(real_s)
+    ]
+    none = [recovery("s4", "abort", real_s=None), recovery("s5", "start", predicted_s=inf)]
+    report = build_report([stream(0, 0.5, 1.3)], None, [*rows, *none], [KILL], {})
+
+    (found,) = report["recovery_options"].values()
+    assert found["off"] == {"p50": pytest.approx(2.0), "p95": pytest.approx(7.1)}
+    assert found["real_over_predicted"] == pytest.approx(1.5)
+    assert (found["longer"], found["shorter"]) == (2, 1)
+    assert (found["inside"], found["intervals"]) == (3, 4)
+    shown = " ".join(in_terminal(report).split())
+    assert "off by p50 / p95 x2 / x7.1 took longer / shorter 2 / 1" in shown
+    assert "real over predicted p50 x1.5 inside the interval 75% of 4" in shown
+
+
+def test_a_prediction_without_an_interval_is_not_outside_of_it() -> None:
+    """Rows of an older proxy have none, and `rom` predicts none."""
+    rows = [
+        recovery("s0", "migrate"),
+        recovery("s1", "migrate", low_s=None, high_s=None),
+        recovery("s2", "migrate", low_s=0.1, high_s=0.3),
+    ]
+    report = build_report([stream(0, 0.5, 1.3)], None, rows, [KILL], {})
+    without = build_report([stream(0, 0.5, 1.3)], None, rows[:2], [KILL], {})
+
+    assert report["recovery_options"]["migrate"]["intervals"] == 1
+    assert "100% of 1" in in_terminal(report)
+    assert "interval" not in in_terminal(without)
+
+
+def test_a_recovery_is_listed_with_its_interval_and_the_wait_before_it() -> None:
+    """A row has the predicted and the real cost, and how long the client waited besides until the
+    death was known. Before a second decision it waited for the first.
+    """
+    more = {"low_s": 0.024, "high_s": 0.066, "predicted_s": 0.04}
+    rows = [
+        recovery("s0", "migrate", real_s=0.041, gap_s=0.221, **more),
+        recovery("s1", "migrate", real_s=None, gap_s=None),
+        recovery("s1", "recompute", 1.1, real_s=0.02, gap_s=0.9, **more),
+    ]
+    report = build_report([stream(0, 0.8, 0.9, 1.3)], None, rows, [KILL], {})
+
+    assert [row["undecided_s"] for row in report["recovery_rows"]] == [0.18, None, None]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", render_html(report))
+    at = cells.index("24.0 - 66.0 ms")
+    assert cells[at + 1 : at + 4] == ["41.0 ms", "x1.02 longer", "180.0 ms"]
+    assert "x2 shorter" in cells
+    assert "until the death was known 180.0 / 180.0 ms" in " ".join(in_terminal(report).split())
 
 
 def test_a_recovery_that_was_decided_twice_is_one_wait() -> None:
@@ -349,7 +407,8 @@ def test_the_terminal_table_fits_into_80_columns() -> None:
     for run in report["runs"].values():
         run |= {"streams": 300, "slo_met": 300, "goodput_per_s": 15.45}
     for costs in report["recovery_options"].values():
-        costs |= {"predicted_s": 0.9999, "real_s": 0.8888, "absolute_error_share": 0.999}
+        costs |= {"predicted_s": 0.9999, "real_s": 0.8888, "longer": 300, "shorter": 299}
+        costs |= {"off": {"p50": 1.234, "p95": 12.34}, "intervals": 599, "inside": 599}
 
     lines = [line.rstrip() for line in in_terminal(report, width=80).splitlines()]
 

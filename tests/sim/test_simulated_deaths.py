@@ -88,6 +88,25 @@ def test_rare_worlds_hold_the_invariants(make: Callable[[int], World], seed: int
     make(seed).run()
 
 
+def test_rows_of_simulated_recoveries_have_the_predicted_intervals() -> None:
+    """Once the token is there, a row has the prediction of the whole event, as a proxy's has."""
+    world = scenario(1)
+    world.run()
+    recovered = [each for proxy in world.cluster.proxies for each in proxy.recovered]
+
+    rows = [each.row() for each in recovered]
+
+    said = {
+        (row["predicted_s"], row["low_s"], row["high_s"])
+        for row, each in zip(rows, recovered, strict=True)
+        if each.settled is not None
+    }
+    settled = [each.settled for each in recovered if each.settled is not None]
+    assert said == {(each.predicted_s, each.low_s, each.high_s) for each in settled}
+    assert all(low_s is not None and low_s < high_s for _, low_s, high_s in said)
+    assert {each[0] for each in said} - {each.action.predicted_s for each in recovered}
+
+
 @pytest.mark.nightly
 def test_generated_worlds_cover_every_death_event_and_action() -> None:
     """Guards the test above: every death, option and kind of end must really occur, every event

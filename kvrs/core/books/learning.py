@@ -8,14 +8,14 @@ states (`experiments/decisions/learning.py`).
 
 from math import exp, isfinite, log
 
+from kvrs.core.model.estimates import real_over_predicted
+
 # Mean error before the first observation, as the logarithm of a factor; it counts as one event.
 FIRST_ERROR = 0.25
 _MOST_EVENTS = 10.0  # Events that make up the mean; older ones fade.
 # Nine of ten errors are below this multiple of their mean, if they have a Laplace distribution.
 _NINE_OF_TEN = log(10.0)
 _MOST_ERROR = log(10.0)  # A larger error counts as this: one hung transfer is not many recoveries.
-# Shorter costs count as this long: they show the clock and polling more than the recovery.
-SHORTEST_S = 0.001
 # Estimate before the first replay: one difference in 100,000 tokens.
 _PRIOR_FOUND, _PRIOR_TOKENS = 0.05, 5_000
 
@@ -53,7 +53,7 @@ class Spread:
         """Note the cost of one of the `victims` of an event."""
         if not (isfinite(predicted_s) and isfinite(real_s)):
             return
-        ratio = log(max(real_s, SHORTEST_S) / max(predicted_s, SHORTEST_S))
+        ratio = log(real_over_predicted(predicted_s, real_s))
         weight = 1.0 / max(1, victims)
         self.events = min(_MOST_EVENTS, self.events + weight)
         self.error += weight / self.events * (min(abs(ratio), _MOST_ERROR) - self.error)

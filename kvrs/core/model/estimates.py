@@ -8,6 +8,13 @@ from kvrs.ids import InstanceId
 
 # Time to connect, authenticate and ask before the first page moves.
 HANDSHAKE_S = 0.002
+# Shorter costs count as this long: they show the clock and polling more than the recovery.
+SHORTEST_S = 0.001
+
+
+def real_over_predicted(predicted_s: float, real_s: float) -> float:
+    """Return the factor from a predicted cost to the real one."""
+    return max(real_s, SHORTEST_S) / max(predicted_s, SHORTEST_S)
 
 
 class Option(StrEnum):
