@@ -17,7 +17,14 @@ from kvrs.core.books.incidents import Incidents
 from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
 from kvrs.core.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.core.model import events as ev
-from kvrs.core.model.incident import Incident, Moment, OptionCost, RecordedDecision, sentence
+from kvrs.core.model.incident import (
+    Incident,
+    Moment,
+    OptionCost,
+    RecordedDecision,
+    off_words,
+    sentence,
+)
 from kvrs.errors import ConfigError, LogError
 from kvrs.process.logs import old_parts
 from kvrs.tables import output, show
@@ -137,8 +144,9 @@ def _decisions(happened: Iterable[Incident]) -> Iterator[dict[str, Any]]:
                     "stream": victim.stream,
                     "decision": each.way,
                     "cause": each.cause,
-                    "predicted, s": getattr(each.action, "predicted_s", None),
+                    "predicted, s": _interval(each, each.predicted_s) or each.predicted_s,
                     "real, s": getattr(each.settled, "real_s", None),
+                    "off by": off_words(each.off),
                     "pause, s": None if each.settled is None else victim.pause_s,
                     "outcome": each.outcome(victim),
                     "options, s": ", ".join(shown_options(each)) or None,
@@ -157,15 +165,22 @@ def _failures(happened: Iterable[Incident]) -> Iterator[dict[str, Any]]:
 
 
 def shown_options(decision: RecordedDecision) -> Iterator[str]:
-    yield from map(_cost, decision.costs)
+    for cost in decision.costs:
+        yield _cost(cost, _interval(decision, cost.predicted_s))
     if decision.agents_down:
         yield f"restore not weighed (down: {', '.join(decision.agents_down)})"
 
 
-def _cost(cost: OptionCost) -> str:
+def _interval(decision: RecordedDecision, cost_s: float | None) -> str:
+    interval = decision.interval(cost_s)
+    return "" if interval is None else f"{interval[0]:.3g} - {interval[1]:.3g}"
+
+
+def _cost(cost: OptionCost, interval: str) -> str:
+    within = f" ({interval})" if interval else ""
     extra = f" (+{cost.extra_s:.3g} for others)" if cost.extra_s >= 0.0005 else ""
     why = f" (excluded: {cost.excluded})" if cost.excluded else ""
-    return f"{cost.option.value} {cost.predicted_s:.4g}{extra}{why}"
+    return f"{cost.option.value} {cost.predicted_s:.4g}{within}{extra}{why}"
 
 
 def _plain(incident: Incident) -> dict[str, Any]:
@@ -190,7 +205,11 @@ def _plain(incident: Incident) -> dict[str, Any]:
                         "way": each.way,
                         "cause": each.cause,
                         "outcome": each.outcome(victim),
-                        "options": [cost._asdict() for cost in each.costs],
+                        "off": each.off,
+                        "options": [
+                            cost._asdict() | _ends(each.interval(cost.predicted_s))
+                            for cost in each.costs
+                        ],
                     }
                     for each in victim.decisions
                 ],
@@ -198,6 +217,11 @@ def _plain(incident: Incident) -> dict[str, Any]:
             for victim in incident.victims.values()
         ],
     }
+
+
+def _ends(interval: tuple[float, float] | None) -> dict[str, float | None]:
+    low_s, high_s = interval or (None, None)
+    return {"low_s": low_s, "high_s": high_s}
 
 
 def _dated(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from kvrs.core.model.incident import off_words
 from kvrs_lab.report import plots
 from kvrs_lab.report.report import Report
 from kvrs_lab.report.style import CSS
@@ -21,7 +22,6 @@ from kvrs_lab.report.table import (
     milliseconds,
     never_due_lines,
     note_lines,
-    off_words,
     origin_sentence,
     papers_measures,
     quantities,
@@ -176,7 +176,7 @@ def _recoveries(report: Report) -> str:
             row.get("produced_tokens"),
             interval_words(row),
             milliseconds(row.get("real_s")),
-            off_words(row),
+            off_words(row.get("real_over_predicted")),
             milliseconds(row.get("undecided_s")),
             milliseconds(row["pause_s"]),
         )

@@ -167,14 +167,6 @@ def interval_words(row: Mapping[str, Any]) -> str:
     return _both(row["low_s"], row["high_s"], " - ")
 
 
-def off_words(row: Mapping[str, Any]) -> str:
-    """Return the factor between the real and the predicted cost of a recovery, and its sign."""
-    if (ratio := row.get("real_over_predicted")) is None:
-        return "-"
-    factor = f"x{max(ratio, 1 / ratio):.3g}"
-    return factor if factor == "x1" else f"{factor} {'longer' if ratio > 1 else 'shorter'}"
-
-
 def recoveries_by_option(report: Report) -> str:
     return (
         ", ".join(f"{count} {option}" for option, count in sorted(report["recoveries"].items()))

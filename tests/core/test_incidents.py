@@ -1,9 +1,11 @@
 """Incidents as the live page and `kvrs incidents` describe them."""
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvrs.cli.incidents import incidents, shown_options
 from kvrs.config.policy import PolicySettings, SloSettings
@@ -18,6 +20,7 @@ from kvrs.core.model.incident import (
     Incident,
     Moment,
     RecordedDecision,
+    off_words,
     sentence,
 )
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -40,7 +43,7 @@ def recovered(
 def back(
     stream: StreamId, gap_s: float | None, attempt: int = 2
 ) -> tuple[ev.Event, list[act.Action]]:
-    settled = act.Settled(stream, attempt, Option.RECOMPUTE, 0.1, 0.1, 0.2, 0.0)
+    settled = act.Settled(stream, attempt, Option.RECOMPUTE, 0.1, 0.1, 0.05, 0.2)
     return ev.StreamResumed(stream, attempt, gap_s=gap_s), [settled]
 
 
@@ -354,6 +357,57 @@ def test_a_decision_is_shown_with_its_way() -> None:
 
     assert first.chosen is not None
     assert first.way == f"{first.option} to d1 from agent-n1 [{first.chosen.first_page}, 62)"
+
+
+def test_costs_of_options_have_the_interval_of_that_moment() -> None:
+    """A log's record has the ends of the chosen plan's interval: the factor to them is that of all
+    estimates then. It is not known before the first token, nor without an interval.
+    """
+    (first, *_) = happened(incident())[0].victims[A].decisions
+    settled = first.settled
+    assert settled is not None
+    assert settled.high_s is not None
+    unknown = [
+        RecordedDecision(0, first.at, first.action, None),
+        RecordedDecision(
+            0, first.at, first.action, None, replace(settled, low_s=None, high_s=None)
+        ),
+        RecordedDecision(0, first.at, first.action, None, replace(settled, predicted_s=0.0)),
+    ]
+
+    assert first.interval(settled.predicted_s) == pytest.approx((settled.low_s, settled.high_s))
+    factor = first.interval_factor
+    assert factor is not None
+    assert factor > 1
+    shown = [*shown_options(first)]
+    for cost, text in zip(first.costs, shown, strict=True):
+        low_s, high_s = cost.predicted_s / factor, cost.predicted_s * factor
+        assert text.startswith(f"{cost.option} {cost.predicted_s:.4g} ({low_s:.3g} - {high_s:.3g})")
+    assert [each.interval(1.0) for each in unknown] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "real_s", "said"),
+    [
+        (0.1, 0.2, "x2 longer"),
+        (0.2, 0.1, "x2 shorter"),
+        (0.1, 0.1, "x1"),
+        (0.0002, 0.0, "x1"),
+        (inf, 1.0, None),
+    ],
+)
+def test_a_decision_says_how_far_its_prediction_is_off(
+    predicted_s: float, real_s: float, said: str | None
+) -> None:
+    """By the prediction beside the other victims, where the stream has its token."""
+    action = recovered(A)
+    settled = act.Settled(A, 2, Option.MIGRATE, predicted_s, real_s)
+
+    made = RecordedDecision(0, Moment(0.0, None), action, None, settled)
+    running = RecordedDecision(0, Moment(0.0, None), action, None)
+
+    assert (made.predicted_s, off_words(made.off)) == (predicted_s, said)
+    assert (running.predicted_s, running.off) == (action.predicted_s, None)
 
 
 def test_times_of_a_log_without_utc_are_its_own() -> None:

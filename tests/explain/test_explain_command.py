@@ -333,7 +333,13 @@ def test_a_log_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (found["version"], found["same"], found["difference"]) == (2, True, None)
     assert [each["subject"] for each in found["incidents"]] == ["d0", "d1", "p1", "agent-n1"]
     first = found["incidents"][0]["streams"][0]["decisions"][0]
-    assert first["settled"]["real_s"] > 0
+    settled = first["settled"]
+    assert settled["real_s"] > 0
+    assert first["off"] == pytest.approx(settled["real_s"] / settled["predicted_s"])
+    factor = settled["high_s"] / settled["predicted_s"]
+    for each in first["options"]:
+        assert each["high_s"] == pytest.approx(each["predicted_s"] * factor)
+        assert each["low_s"] == pytest.approx(each["predicted_s"] / factor)
     assert {"step_s", "total_s", "first_page"} <= set(first["action"]["estimates"][0])
 
 

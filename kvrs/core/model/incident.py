@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum, StrEnum, auto
+from math import isfinite
 from typing import NamedTuple
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.estimates import Estimate, Option, real_over_predicted
 from kvrs.ids import InstanceId, StreamId
 
 # Failures of one instance belong to one incident if each follows the one before within this time.
@@ -115,6 +116,37 @@ class RecordedDecision:
         runs = ", ".join(map(_run, plan.runs))
         return f"{action.option.value} to {plan.decode}" + (f" from {runs}" if runs else "")
 
+    @property
+    def predicted_s(self) -> float | None:
+        """The predicted cost: of the option alone, and once the stream is back, beside the other
+        victims; None: the stream was given up.
+        """
+        if self.settled is not None:
+            return self.settled.predicted_s
+        return None if isinstance(self.action, act.GiveUp) else self.action.predicted_s
+
+    @property
+    def interval_factor(self) -> float | None:
+        """The factor from a prediction to the ends of its interval when this was decided; None: not
+        known.
+        """
+        settled = self.settled
+        if settled is None or not settled.high_s or settled.predicted_s <= 0:
+            return None
+        return settled.high_s / settled.predicted_s
+
+    @property
+    def off(self) -> float | None:
+        """The factor from the predicted cost to the real one; None: not known."""
+        if self.settled is None or not isfinite(self.settled.predicted_s):
+            return None
+        return real_over_predicted(self.settled.predicted_s, self.settled.real_s)
+
+    def interval(self, cost_s: float | None) -> tuple[float, float] | None:
+        """Return the interval of a cost that was predicted for this decision; None: not known."""
+        factor = self.interval_factor
+        return None if cost_s is None or factor is None else (cost_s / factor, cost_s * factor)
+
     def outcome(self, victim: "HitStream") -> str:
         if self.settled is not None:
             return "back"
@@ -147,6 +179,14 @@ class RecordedDecision:
             for each in compared(action, chosen)
         ]
         return sorted(found, key=lambda each: each.predicted_s + each.extra_s)
+
+
+def off_words(off: float | None) -> str | None:
+    """Say how far a real cost is from the predicted one, given the factor between them."""
+    if off is None:
+        return None
+    factor = f"x{max(off, 1 / off):.3g}"
+    return factor if factor == "x1" else f"{factor} {'longer' if off > 1 else 'shorter'}"
 
 
 def _run(run: act.PageRange) -> str:

@@ -145,8 +145,13 @@ def _attempt(decision: RecordedDecision, victim: HitStream) -> dict[str, Any]:
         "cause": decision.cause,
         "failed": _failure(decision),
         "outcome": decision.outcome(victim),
-        "predicted_s": getattr(decision.action, "predicted_s", None),
+        "predicted_s": decision.predicted_s,
+        "low_s": getattr(decision.settled, "low_s", None),
+        "high_s": getattr(decision.settled, "high_s", None),
         "real_s": getattr(decision.settled, "real_s", None),
+        "off": decision.off,
+        # Costs of options have their intervals by it.
+        "interval_factor": decision.interval_factor,
         # Few bytes: most values are empty.
         "options": [
             {key: value for key, value in each._asdict().items() if value}

@@ -282,7 +282,11 @@ async def test_the_page_and_the_log_tell_a_death_in_the_same_words(
     (row,) = shown["streams"]
     (attempt,) = row["attempts"]
     assert attempt["outcome"] == row["fate"] == "back"
-    assert attempt["predicted_s"] == recovery["predicted_s"]
+    for key in ("predicted_s", "low_s", "high_s"):
+        assert attempt[key] == recovery[key]
+    assert attempt["low_s"] is not None
+    (made,) = told.victims[row["stream"]].decisions
+    assert (attempt["off"], attempt["interval_factor"]) == (made.off, made.interval_factor)
 
 
 @pytest.mark.network
@@ -368,6 +372,35 @@ async def test_the_row_of_a_lost_stream_ends_with_the_cause(
         )
 
     assert ends == ["tried again", "lost: none came up"]
+
+
+@pytest.mark.network
+@pytest.mark.process
+@needs_browser
+async def test_a_row_has_the_predicted_interval_and_how_far_the_real_time_is_off(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """Each option with its interval at that time; without one only the predicted time."""
+    system = await build(pairs=1)
+    cost = {"option": "migrate", "predicted_s": 0.04, "is_chosen": True}
+    attempt = {"way": "w", "cause": "c", "outcome": "back", "failed": "", "options": [cost]}
+    known = {"low_s": 0.024, "high_s": 0.066, "real_s": 0.061, "off": 1.525}
+    none = dict.fromkeys((*known, "interval_factor"))
+    attempts = [
+        attempt | none | {"predicted_s": 0.04},
+        attempt | known | {"predicted_s": 0.04, "interval_factor": 1.65},
+    ]
+    stream = {"stream": "s", "fate": "back", "pause_s": 0.241, "attempts": attempts}
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/ui"
+    async with browsing(url, tmp_path) as page:
+        await page.until("document.getElementById('status')?.textContent === 'live'")
+        cells = await page.evaluate(
+            f"row({json.dumps(stream)}).map(each => [...each.cells].map(one => one.textContent))"
+        )
+
+    assert cells[0][2:] == ["migrate\u00a00.040", "0.040 s", "", "", "", "back"]
+    assert cells[1][2] == "migrate\u00a00.040\u00a0(0.024\u20130.066)"
+    assert cells[1][3:] == ["0.024\u20130.066 s", "0.061 s", "\u00d71.52 longer", "0.24 s", "back"]
 
 
 @pytest.mark.network
