@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.removed import REMOVED
 from kvrs.config.settings import Settings, reason_of
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -329,8 +330,14 @@ def _as_settings(kind: type, found: Any) -> Any:
         return kind.model_validate(found)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        path = ".".join(map(str, fault["loc"]))
-        raise ValueError(f"{path}: got {fault['input']!r}; {reason_of(fault)}") from None
+        section = kind.__name__.removesuffix("Settings").lower()
+        path = ".".join(map(str, (section, *fault["loc"])))
+        why = reason_of(fault)
+        if path in REMOVED:
+            why = (
+                f"an older version of kvrs wrote this log, and reads it; since then {REMOVED[path]}"
+            )
+        raise ValueError(f"{path}: got {fault['input']!r}; {why}") from None
 
 
 def _table(found: _Table) -> PrefillTable:

@@ -3,9 +3,9 @@
 All events are passed to the policy again. A copy of it gets the changed settings before each
 decision of an incident, as by a reload, and decides the same victims from the same state. What the
 log has after a decision followed from the one that was made then, so each decision is compared by
-itself, and by what it predicts. That tells of the incident only if its predictions came true: where
-fewer than `LEAST_SHARE` of the real costs lie in their predicted intervals, no other decision is
-shown.
+itself, and by what it predicts: for all victims of its event together, on both sides. That tells of
+the incident only if its predictions came true: where fewer than `LEAST_SHARE` of the real costs lie
+in their predicted intervals, as recorded, no other decision is shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +23,14 @@ from kvrs.core.event_log import LogEntry, handled, is_same, policies, read
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.incident import Incident, Moment, RecordedDecision, sentence
+from kvrs.core.model.streams import Predicted
 from kvrs.core.recovery import RecoveryPolicy
+from kvrs.core.together import predict
 from kvrs.errors import ConfigError, nearest
 from kvrs.ids import StreamId
 from kvrs.sums import sum_in_order
 
 LEAST_SHARE = 0.8  # Share of an incident's real costs that must lie in their predicted intervals.
-_FACTOR = 1.7  # A predicted interval is the prediction divided and multiplied by it.
 # Settings that a decision reads at its moment; others had their effect before it, or have it later.
 ALLOWED = (
     *("name", "dispatch", "restored_at", "slots_max"),
@@ -38,11 +39,7 @@ ALLOWED = (
 
 Changes = Mapping[str, Any]
 _Key = tuple[int, StreamId]  # Line of the log, and the stream that was decided there.
-
-
-def interval_of(predicted_s: float) -> tuple[float, float]:
-    """Return the shortest and the longest time that a prediction stands for."""
-    return predicted_s / _FACTOR, predicted_s * _FACTOR
+_Other = tuple[RecordedDecision, Predicted | None]
 
 
 def changes_of(texts: Sequence[str]) -> Changes:
@@ -83,28 +80,28 @@ class Compared:
     made: RecordedDecision
     # None: the stream would have waited, or other decisions are not shown.
     other: RecordedDecision | None
+    # Predicted cost of the other one, beside the other victims; None: it is not known.
+    predicted: Predicted | None = None
 
     @property
     def is_other(self) -> bool:
         return self.other is not None and self.other.way != self.made.way
 
     @property
-    def other_s(self) -> float | None:
-        """Predicted cost under the changed settings; None: it is not known."""
-        action = None if self.other is None else self.other.action
-        return action.predicted_s if isinstance(action, act.Recovered) else None
+    def measured(self) -> act.Settled | None:
+        """Predicted and real cost of the recovery; None: it has brought no token, or was a start,
+        whose prediction rests on a guessed length.
+        """
+        settled = self.made.settled
+        return None if settled is None or settled.option is Option.START else settled
 
     @property
     def is_within(self) -> bool | None:
-        """Return whether the real cost is in the predicted interval; None: no recovery was
-        measured.
-        """
-        settled = self.made.settled
-        # A start has no history, and its prediction rests on a guessed length.
-        if settled is None or settled.option is Option.START:
+        """Return whether the real cost is in the recorded interval; None: there is none."""
+        settled = self.measured
+        if settled is None or settled.low_s is None or settled.high_s is None:
             return None
-        low_s, high_s = interval_of(settled.predicted_s)
-        return low_s <= settled.real_s <= high_s
+        return settled.low_s <= settled.real_s <= settled.high_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +116,11 @@ class ComparedIncident:
         those predicted under the changed settings; None: no decision has all.
         """
         rows = [
-            (each.made.settled.real_s, each.made.settled.predicted_s, other_s)
+            (settled.real_s, settled.predicted_s, each.predicted.seconds)
             for each in self.decisions
-            if each.made.settled is not None and (other_s := each.other_s) is not None
+            if (settled := each.measured) is not None
+            and each.is_within is not None
+            and each.predicted is not None
         ]
         if not rows:
             return None
@@ -148,7 +147,7 @@ def compared(lines: Sequence[str], changes: Changes) -> list[ComparedIncident]:
     for incident, decisions in made:
         if not any(isinstance(each.action, act.Recovered) for each in decisions):
             continue
-        each_one = [Compared(each, others.get(_key(each))) for each in decisions]
+        each_one = [Compared(each, *others.get(_key(each), (None, None))) for each in decisions]
         why_not = _why_not(each_one, differs_at)
         if why_not:
             each_one = [Compared(each.made, None) for each in each_one]
@@ -167,24 +166,35 @@ def _key(decision: RecordedDecision) -> _Key:
 
 def _others(
     lines: Iterable[str], wanted: set[int], changes: Changes
-) -> tuple[dict[_Key, RecordedDecision], int | None]:
-    """Return the decisions at these lines under changed settings, and the first line at which this
-    version of the policy differs from the log, where it ends.
+) -> tuple[dict[_Key, _Other], int | None]:
+    """Return the decisions at these lines under changed settings with their predicted costs, and
+    the first line at which this version of the policy differs from the log, where it ends.
     """
-    found = dict[_Key, RecordedDecision]()
+    found = dict[_Key, _Other]()
     for policy, entry in policies(lines):
         copied = _changed(policy, changes, entry.now_s) if entry.line in wanted else None
         if not is_same(entry.actions, handled(policy, entry)):
             return found, entry.line
         if copied is not None:
-            actions = handled(copied, entry)
-            plans = {each.stream: each.plan for each in actions if isinstance(each, act.Start)}
-            for each in actions:
-                if isinstance(each, act.Recovered | act.GiveUp):
-                    at, plan = Moment(entry.now_s, entry.wall_s), plans.get(each.stream)
-                    other = RecordedDecision(entry.line, at, each, plan)
-                    found[_key(other)] = other
+            found |= _decided(copied, entry)
     return found, None
+
+
+def _decided(copied: RecoveryPolicy, entry: LogEntry) -> Iterator[tuple[_Key, _Other]]:
+    """Yield the decisions of a policy upon an event. Their costs are predicted at once, not before
+    the next event, which followed from other decisions.
+    """
+    actions = handled(copied, entry)
+    predict(copied.state)
+    plans = {each.stream: each.plan for each in actions if isinstance(each, act.Start)}
+    for each in actions:
+        if isinstance(each, act.Recovered | act.GiveUp):
+            at, plan = Moment(entry.now_s, entry.wall_s), plans.get(each.stream)
+            other = RecordedDecision(entry.line, at, each, plan)
+            predicted = None
+            if isinstance(each, act.Recovered) and (stream := copied.streams.get(each.stream)):
+                predicted = stream.attempt.predicted
+            yield _key(other), (other, predicted)
 
 
 def _changed(policy: RecoveryPolicy, changes: Changes, now_s: float) -> RecoveryPolicy:
@@ -199,12 +209,14 @@ def _why_not(decisions: Sequence[Compared], differs_at: int | None) -> str:
     """Return why an incident tells nothing of other settings; empty: it does."""
     if differs_at is not None and max(each.made.line for each in decisions) >= differs_at:
         return f"this version of kvrs decides otherwise from line {differs_at} on"
-    measured = [each.is_within for each in decisions if each.is_within is not None]
-    if not measured:
+    if not any(each.measured for each in decisions):
         return "no recovery was measured"
-    if sum(measured) < LEAST_SHARE * len(measured):
+    within = [each.is_within for each in decisions if each.is_within is not None]
+    if not within:
+        return "its predictions have no intervals: those of rom and of older logs have none"
+    if sum(within) < LEAST_SHARE * len(within):
         return (
-            f"{sum(measured)} of {len(measured)} real costs are in their predicted intervals, and "
+            f"{sum(within)} of {len(within)} real costs are in their predicted intervals, and "
             f"{LEAST_SHARE:.0%} must be"
         )
     return ""
@@ -242,24 +254,24 @@ def _sentence(found: ComparedIncident, settings: str) -> str:
             f"; {predicted_s:.3g} s were predicted in sum and {real_s:.3g} s taken, "
             f"{other_s:.3g} s would be predicted"
         )
+    elif all(each.predicted is None for each in found.decisions):
+        said += "; no times would be predicted"
     return said
 
 
 def _row(compared: Compared) -> dict[str, Any]:
-    made, other = compared.made, compared.other
-    settled, other_s = made.settled, compared.other_s
-    low_s, high_s = (None, None) if settled is None else interval_of(settled.predicted_s)
-    other_low_s, other_high_s = (None, None) if other_s is None else interval_of(other_s)
+    made, other, predicted = compared.made, compared.other, compared.predicted
+    settled = made.settled
     return {
         "line": made.line,
         "stream": made.action.stream,
         "decision": made.way,
-        "predicted_s": getattr(made.action, "predicted_s", None),
-        "low_s": low_s,
-        "high_s": high_s,
+        "predicted_s": made.predicted_s,
+        "low_s": None if settled is None else settled.low_s,
+        "high_s": None if settled is None else settled.high_s,
         "real_s": None if settled is None else settled.real_s,
         "other_decision": None if other is None else other.way,
-        "other_predicted_s": other_s,
-        "other_low_s": other_low_s,
-        "other_high_s": other_high_s,
+        "other_predicted_s": None if predicted is None else predicted.seconds,
+        "other_low_s": None if predicted is None else predicted.low_s,
+        "other_high_s": None if predicted is None else predicted.high_s,
     }

@@ -1,5 +1,6 @@
 """An incident, written down and run again."""
 
+import json
 import os
 import subprocess
 import sys
@@ -356,6 +357,19 @@ def test_a_log_without_its_header_is_refused() -> None:
     """Without the settings nothing can be decided again."""
     with pytest.raises(LogError, match=r"^line 1: no header"):
         rerun([GOOD])
+
+
+def test_a_log_of_an_older_version_names_the_setting_that_went() -> None:
+    """Such a log had been decided by it, and that version still reads it."""
+    first, *lines = incident()
+    header = json.loads(first)
+    header["policy"]["correction_max"] = 2.0
+
+    with pytest.raises(LogError) as refused:
+        rerun([json.dumps(header), *lines])
+
+    said = "line 1: policy.correction_max: got 2.0; an older version of kvrs wrote this log"
+    assert str(refused.value).startswith(said)
 
 
 def test_an_event_on_which_the_policy_fails_is_named_too() -> None:

@@ -1,6 +1,7 @@
 """The decisions of an event log under another setting."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from typer.testing import CliRunner
 
 from kvrs.cli import app
 from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.core.event_log import LogEntry, read
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.together import predict
 from kvrs.errors import ConfigError, LogError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs_lab.explain import replayed
@@ -22,12 +25,12 @@ STREAMS = A, B = StreamId("A"), StreamId("B")
 MIGRATE, RECOMPUTE = "migrate to d1 from p0 [0, 62)", "recompute to d1"
 
 
-def death(off: float = 1.0, again: float = 1.0) -> list[str]:
+def death(off: float = 1.0, again: float = 1.0, policy: PolicySettings = POLICY) -> list[str]:
     """Two streams of 1,000 tokens decode at d0, which dies. KV of both is at p0, and a token takes
     2.5 us on the link and 1 ms to compute, so both migrate to d1. They take their prediction, times
     `off` and `again`.
     """
-    recorder = Recorder(backup=BackupSettings(mode=BackupMode.OFF))
+    recorder = Recorder(policy, backup=BackupSettings(mode=BackupMode.OFF))
     for name in ("p0", "d0"):
         recorder.handle(instance_up(name))
     recorder.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 8.192e8))
@@ -41,15 +44,23 @@ def death(off: float = 1.0, again: float = 1.0) -> list[str]:
     made = [each for each in decided if isinstance(each, act.Recovered)]
     assert [each.stream for each in made] == [A, B]
     waited_s = 0.0
-    for each, factor in sorted(
-        zip(made, (off, again), strict=True), key=lambda pair: pair[0].predicted_s * pair[1]
-    ):
-        real_s = each.predicted_s * factor
-        recorder.handle(ev.StreamResumed(each.stream, 2), after_s=real_s - waited_s)
-        waited_s = real_s
+    real_s = {A: predicted_s(recorder, A) * off, B: predicted_s(recorder, B) * again}
+    for stream in sorted(STREAMS, key=real_s.__getitem__):
+        recorder.handle(ev.StreamResumed(stream, 2), after_s=real_s[stream] - waited_s)
+        waited_s = real_s[stream]
     for stream in STREAMS:
         recorder.handle(ev.StreamEnded(stream, 2))
     return recorder.lines
+
+
+def predicted_s(recorder: Recorder, name: StreamId) -> float:
+    """The predicted cost of a stream's recovery, beside the others of the last event."""
+    copied = deepcopy(recorder.policy)
+    predict(copied.state)
+    attempt = copied.streams[name].attempt
+    if attempt.predicted is None:  # The policy predicts none.
+        return 0.01
+    return attempt.predicted.seconds
 
 
 def asked(tmp_path: Path, lines: list[str], *options: str) -> str:
@@ -87,6 +98,68 @@ def test_an_incident_is_decided_under_another_setting(tmp_path: Path) -> None:
     assert (at_d1, at_p0) == (RECOMPUTE, "recompute at p0, to d1")
     assert first_s == pytest.approx(1.007)  # A millisecond per token of the history.
     assert second_s > 1.001  # With the hand-off.
+
+
+def test_intervals_are_those_of_the_log(tmp_path: Path) -> None:
+    """The log has the one of each recovery; that of the other decision is as wide, because the
+    policy knew as much then.
+    """
+    lines = death()
+    settled = {
+        action.stream: action
+        for each in read(lines)
+        if isinstance(each, LogEntry)
+        for action in each.actions
+        if isinstance(action, act.Settled)
+    }
+
+    only = found(tmp_path, lines, "policy.name=always_recompute")
+
+    for row in only["decisions"]:
+        recorded = settled[row["stream"]]
+        for key in ("predicted_s", "low_s", "high_s", "real_s"):
+            assert row[key] == getattr(recorded, key)
+        width = row["other_high_s"] / row["other_low_s"]
+        assert width == pytest.approx(row["high_s"] / row["low_s"])
+
+
+def test_both_sides_are_predicted_for_the_whole_event(tmp_path: Path) -> None:
+    """Two hand-offs share a link: each takes the time of both, though each alone would not."""
+    lines = death()
+    alone = {
+        action.stream: action.predicted_s
+        for each in read(lines)
+        if isinstance(each, LogEntry)
+        for action in each.actions
+        if isinstance(action, act.Recovered)
+    }
+
+    only = found(tmp_path, lines, "policy.name=auto")
+
+    other_s = {row["stream"]: row["other_predicted_s"] for row in only["decisions"]}
+    assert other_s == {row["stream"]: row["predicted_s"] for row in only["decisions"]}
+    assert max(other_s[each] / alone[each] for each in STREAMS) > 1.2
+
+
+def test_a_policy_without_predicted_times_has_no_sum(tmp_path: Path) -> None:
+    """`rom` chooses by other numbers: its decisions are shown, without times."""
+    only = found(tmp_path, death(), "policy.name=rom")
+    text = asked(tmp_path, death(), "--set", "policy.name=rom")
+
+    assert None not in {row["other_decision"] for row in only["decisions"]}
+    assert {row["other_predicted_s"] for row in only["decisions"]} == {None}
+    assert "decisions would be others; no times would be predicted\n" in text
+
+
+def test_a_log_without_intervals_shows_no_other_decision(tmp_path: Path) -> None:
+    """It does not tell whether its predictions came true."""
+    rom = death(policy=POLICY.model_copy(update={"name": PolicyName.ROM}))
+
+    only = found(tmp_path, rom, "policy.name=auto")
+
+    said = "its predictions have no intervals: those of rom and of older logs have none"
+    assert only["why_not"] == said
+    assert {row["other_decision"] for row in only["decisions"]} == {None}
 
 
 def test_the_same_setting_decides_the_same(tmp_path: Path) -> None:
@@ -182,9 +255,15 @@ def test_decisions_of_random_incidents_are_the_same_under_the_same_settings(
 
     decisions = [each for one in incidents if not one.why_not for each in one.decisions]
     assert len(decisions) > 20
+    predicted = 0
     for each in decisions:
         assert each.other is not None
         assert each.other.action == each.made.action
+        if (settled := each.made.settled) is not None and settled.low_s is not None:
+            assert each.predicted is not None
+            assert each.predicted.seconds == settled.predicted_s
+            predicted += 1
+    assert predicted > 0
 
 
 def test_a_log_without_incidents_says_so(tmp_path: Path) -> None:
