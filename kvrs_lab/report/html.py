@@ -156,13 +156,13 @@ def _recoveries(report: Report) -> str:
         "option",
         "from",
         "to",
-        "cause",
-        "tokens before",
         "predicted",
         "real",
         "off by",
         "until known",
         "pause",
+        "tokens before",
+        "cause",
     )
     rows = [
         (
@@ -172,13 +172,13 @@ def _recoveries(report: Report) -> str:
             row["option"],
             row["from"],
             row.get("to"),
-            row.get("cause"),
-            row.get("produced_tokens"),
             interval_words(row),
             milliseconds(row.get("real_s")),
             off_words(row.get("real_over_predicted")),
             milliseconds(row.get("undecided_s")),
             milliseconds(row["pause_s"]),
+            row.get("produced_tokens"),
+            row.get("cause"),
         )
         for row in report["recovery_rows"]
     ]

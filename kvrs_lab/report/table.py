@@ -248,8 +248,8 @@ def quantities(report: Report) -> Table:
         row(f"{option}: predicted / real cost", Text(words))
         off, ratio = costs["off"], costs["real_over_predicted"]
         row("  off by p50 / p95", f"x{off['p50']:.3g} / x{off['p95']:.3g}")
-        row("  took longer / shorter", f"{costs['longer']} / {costs['shorter']}")
-        row("  real over predicted p50", f"x{ratio:.3g}")
+        sign = f"{costs['longer']} / {costs['shorter']} (x{ratio:.3g})"
+        row("  took longer / shorter (median)", sign)
         if costs["intervals"]:
             share = f"{costs['inside'] / costs['intervals']:.0%} of {costs['intervals']}"
             row("  inside the interval", share)
