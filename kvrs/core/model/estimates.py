@@ -90,6 +90,6 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
 
     def wait_of_others_s(self, others: float) -> float:
         """Return the total time that other streams at the target wait for this one: `others`, the
-        event's other victims there, or those that wait already, if these are more.
+        event's other victims there, or for a single victim, those that wait already.
         """
-        return max(others, self.waiting) * self.at_target_s
+        return (others or self.waiting) * self.at_target_s
