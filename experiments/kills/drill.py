@@ -17,6 +17,7 @@ from rich.console import Console
 from experiments.kills.schedule import schedule
 from experiments.record import Record
 from experiments.traces import sample
+from experiments.two_pairs import LINK_BYTES_PER_S, PACE, REQUESTS_PER_S, two_pairs
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
@@ -24,11 +25,7 @@ from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.demo import (
     FIRST_ORDINARY_TOKEN,
-    LINK_BYTES_PER_S,
-    PACE,
-    REQUESTS_PER_S,
     VOCAB_SIZE,
-    demo_config,
     run_load,
     scaled_requests,
 )
@@ -143,7 +140,7 @@ def all_deaths(span_s: float, seed: int) -> Deaths:
 
 
 def demo(options: argparse.Namespace) -> Config:
-    return demo_config(options.policy, options.seed)
+    return two_pairs(options.policy, options.seed)
 
 
 def of_ranks(options: argparse.Namespace) -> Config:

@@ -20,10 +20,10 @@ import openai
 import uvloop
 
 from experiments.record import Record
+from experiments.two_pairs import PACE
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.demo import PACE
 from kvrs_testkit.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 
 REQUESTS = 48

@@ -13,13 +13,14 @@ from unittest.mock import patch
 
 from experiments.kills.drill import kills
 from experiments.record import Record
+from experiments.two_pairs import LINK_BYTES_PER_S, PACE, REQUESTS_PER_S, two_pairs
 from kvrs.config.file import Config
 from kvrs.config.policy import PolicyName
 from kvrs.core import options, rules
 from kvrs.core.rules.base import Rule
 from kvrs.profiles.catalog import kv_geometry
 from kvrs_engine.engine.random_model import HEAD_DIM, KV_HEADS, LAYERS
-from kvrs_lab.demo import LINK_BYTES_PER_S, PACE, REQUESTS_PER_S, demo_config, scaled_requests
+from kvrs_lab.demo import scaled_requests
 from kvrs_lab.report.student import interval
 from kvrs_lab.sim.fault_scenarios import named_deaths
 from kvrs_lab.sim.streams import Arrival
@@ -57,8 +58,8 @@ class Found:
 
 
 def config_of(name: PolicyName, seed: int) -> Config:
-    """The demo's, with links that carry pages of the other model in the same time."""
-    config = demo_config(name, seed)
+    """That of the series, with links that carry pages of the other model in the same time."""
+    config = two_pairs(name, seed)
     factor = kv_geometry(PACE).bytes_per_token / TINY_BYTES_PER_TOKEN
     transfer = config.transfer.model_copy(update={"link_bytes_per_s": LINK_BYTES_PER_S * factor})
     assumed = config.policy.assumed_link_bytes_per_s * factor
@@ -69,7 +70,9 @@ def config_of(name: PolicyName, seed: int) -> Config:
 def simulate(way: str, seed: int, streams: int, found: Found) -> None:
     """One series of kills. Raises AssertionError where an invariant is violated."""
     name, rule = WAYS[way]
-    requests = scaled_requests(generate(GeneratorSettings(requests=streams), seed), seed)
+    requests = scaled_requests(
+        generate(GeneratorSettings(requests=streams), seed), seed, REQUESTS_PER_S
+    )
     arrivals = [Arrival(each.arrival_s, each.prompt_ids, each.max_tokens) for each in requests]
     faults = kills(streams / REQUESTS_PER_S, seed)
     with patch.dict(rules.BY_NAME, {name: rule}):

@@ -22,10 +22,11 @@ from rich.console import Console
 from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.record import Record
+from experiments.two_pairs import LINK_BYTES_PER_S
 from kvrs.config.file import Config, parse_config
 from kvrs.profiles import catalog
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.demo import LINK_BYTES_PER_S, run_load, scaled_requests
+from kvrs_lab.demo import run_load, scaled_requests
 from kvrs_lab.faults.language import Fault, parse_faults
 from kvrs_lab.load.passes import Run
 from kvrs_lab.report.report import Report, build_report

@@ -2,9 +2,10 @@
 
     python -m experiments.simulator.cluster [--streams 800] [--kills 8] [--rate 8] [--logs DIR]
 
-The cluster is that of `kvrs lab demo`: two pairs of instances that compute a tiny model, each step
-of which takes the time of a profile. Links carry its pages in the time that those of the profile's
-model take in the simulator. Decisions that differ are taken apart by their inputs (`causes.py`).
+The cluster is that of the series of kills: two pairs of instances that compute a tiny model, each
+step of which takes the time of a profile. Links carry its pages in the time that those of the
+profile's model take in the simulator. Decisions that differ are taken apart by their inputs
+(`causes.py`).
 """
 
 import json
@@ -22,13 +23,14 @@ from experiments.command_line import parser_of
 from experiments.kills.simulated import TINY_BYTES_PER_TOKEN, config_of
 from experiments.record import Record
 from experiments.simulator import causes
+from experiments.two_pairs import PACE, two_pairs
 from kvrs.cli.incidents import lines_of
 from kvrs.config.file import Config
 from kvrs.config.policy import PolicyName
 from kvrs.ids import StreamId
 from kvrs.profiles.catalog import kv_geometry
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.demo import PACE, demo_config, run_load, scaled_requests
+from kvrs_lab.demo import run_load, scaled_requests
 from kvrs_lab.faults.language import Fault, parse_faults
 from kvrs_lab.load.passes import Run
 from kvrs_lab.report import metrics
@@ -82,7 +84,7 @@ def real(requests: Sequence[ReplayRequest], faults: list[Fault], seed: int) -> S
     console = Console(stderr=True)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "events.jsonl"
-        config = logged(demo_config(PolicyName.AUTO, seed), path)
+        config = logged(two_pairs(PolicyName.AUTO, seed), path)
         with Cluster(config, lambda line: console.print(line)) as cluster:
             run: Run = run_load(cluster, requests, faults, seed, console, "real")
         log, _ = lines_of(path)

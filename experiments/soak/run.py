@@ -33,12 +33,12 @@ from experiments.soak.growth import (
     read,
 )
 from experiments.soak.load import Load, Sums, requests
+from experiments.two_pairs import LINK_BYTES_PER_S, PACE
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.net.admin import AdminError
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.demo import LINK_BYTES_PER_S, PACE
 from kvrs_testkit.resuming import BARS, Clients, quiet_run
 
 MINUTE_S = 60.0

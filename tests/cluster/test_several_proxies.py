@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 import yaml
 
+from experiments.two_pairs import PACE
 from kvrs_lab.cluster.guard import members
-from kvrs_lab.demo import PACE
 from kvrs_testkit.resuming import Clients, Had, Way, bodies, is_exact, quiet_run, verdict
 from tests.cluster.launches import END_S, Launch, is_running, until
 

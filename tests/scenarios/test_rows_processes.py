@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from experiments.two_pairs import PACE
 from kvrs.core.event_log import LogEntry, read
 from kvrs_lab.cluster.launcher import Cluster
-from kvrs_lab.demo import PACE, run_load
+from kvrs_lab.demo import run_load
 from kvrs_lab.load.passes import Run
 from kvrs_lab.traces.records import ReplayRequest
 from kvrs_testkit.forked import starts_forked
