@@ -15,6 +15,7 @@ import pytest
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs_lab.cluster.fault_injection import views
@@ -217,7 +218,9 @@ class Run:
 
 
 def _look_at(recoveries: Sequence[Any], seen: Sequence[Entry]) -> None:
-    """Each tells how far its stream was, how long it took, and one estimate of every option."""
+    """Each tells how far its stream was, how long it took, and one estimate of every option: first
+    that of the chosen one.
+    """
     produced: set[tuple[str, int]] = set()
     for event, _ in seen:
         told = getattr(event, "produced_tokens", None)
@@ -229,6 +232,7 @@ def _look_at(recoveries: Sequence[Any], seen: Sequence[Entry]) -> None:
         options = [estimate["option"] for estimate in row["estimates"]]
         assert options
         assert len(options) == len(set(options))
+        assert row["option"] in (options[0], Option.ABORT)
         if row["produced_tokens"] and row["outcome"] == "resumed":
             assert (row["stream"], row["produced_tokens"]) in produced
             assert min(row["real_s"], row["gap_s"]) > 0

@@ -294,4 +294,5 @@ def _recovery(recovery: Recovery) -> dict[str, Any]:
         "recomputed_tokens": recovery.recomputed_tokens,
         "produced_tokens": recovery.produced_tokens,
         "estimates": msgspec.to_builtins(recovery.estimates),
+        "others": recovery.others,
     }

@@ -63,6 +63,8 @@ class Recovery:
     # tokens of the history.
     adopted_pages: int | None = None
     recomputed_tokens: int | None = None
+    # Other victims per target: each estimate was charged `at_target_s` for each of them.
+    others: float = 0.0
     request_id: str | None = None
     # Context of the client's request while the recovery runs; then None.
     request: RequestContext | None = None
@@ -113,6 +115,17 @@ def _resumed_s(recovery: Recovery) -> float:
     return recovery.decided_s + (recovery.real_s or 0.0)
 
 
+def _compared(action: act.Recovered) -> tuple[Estimate, ...]:
+    """Return the chosen estimate, and the least one of each other option.
+
+    Estimates for all targets would take megabytes in a large cluster; the event log has them.
+    """
+    wanted = action.option, action.predicted_s
+    found = [each for each in action.estimates if (each.option, each.next_token_s) == wanted][:1]
+    rest = (each for each in action.estimates if not found or each.option is not action.option)
+    return (*found, *best_by_option(rest))
+
+
 def _short(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
@@ -160,9 +173,8 @@ class RecoveryLog:
             source=plan.runs[0].holder if plan is not None and plan.runs else None,
             cause=action.cause,
             predicted_s=action.predicted_s,
-            # Estimates for all targets would take megabytes in a large cluster; the event log has
-            # them.
-            estimates=best_by_option(action.estimates),
+            estimates=_compared(action),
+            others=action.others,
             produced_tokens=live.journal.produced_tokens,
             owner_epoch=live.journal.owner_epoch,
             decided_s=self._clock(),
