@@ -186,8 +186,9 @@ def _recoveries(report: Report) -> str:
         return _section("Recoveries", "None.", "")
     opened = " open" if len(rows) <= _ROWS_OPEN else ""
     table = _table(columns, rows, "words-in-cells")
+    choices = "".join(f"<p class=words>{escape(line)}</p>" for line in report.get("choices", ()))
     return (
-        f"<section><details{opened}><summary>Recoveries "
+        f"<section>{choices}<details{opened}><summary>Recoveries "
         f"({len(rows)})</summary><p class=words>{escape(_RECOVERIES_WORDS)}</p>{table}"
         f"</details></section>"
     )

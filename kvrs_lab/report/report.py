@@ -16,11 +16,13 @@ from statistics import fmean, median
 from typing import Any
 
 from kvrs import __version__
+from kvrs.config.policy import PolicyName
 from kvrs.core.model.estimates import real_over_predicted
 from kvrs_lab.report import impact, metrics, oracle
 from kvrs_lab.report.measures import measures_of
 from kvrs_lab.report.metrics import Slo
 from kvrs_lab.report.oracle import Difference, StreamVerdict
+from kvrs_lab.report.reasons import reason_lines
 from kvrs_lab.traces.records import StreamRecord
 
 SCHEMA_VERSION = 5
@@ -94,6 +96,7 @@ def build_report(
         "faults_never_due": list(never_due),
         "recovery_rows": rows,
         "recovery_options": _options(rows),
+        "choices": _choices(proxy, rows, faults, faulted),
         "settings": dict(settings),
         "measures": {},
         "per_stream": _stream_rows(faulted, clean, verdicts, rows),
@@ -281,6 +284,20 @@ def _blamed(
     ]
     last_s = max((faults[at]["at_s"] for at in blamed), default=None)
     return (at for at in blamed if faults[at]["at_s"] == last_s)
+
+
+def _choices(
+    proxy: Mapping[str, Any] | None,
+    rows: Sequence[Mapping[str, Any]],
+    faults: Sequence[Mapping[str, Any]],
+    records: Sequence[StreamRecord],
+) -> list[str]:
+    """Sentences on the choice of options; none where another policy than `auto` chose them."""
+    if (proxy or {}).get("policy") != PolicyName.AUTO:
+        return []
+    blamed = [max(_blamed(faults, row["from"], row["at_s"]), default=None) for row in rows]
+    prompt_tokens = {record.index: record.prompt_tokens for record in records}
+    return reason_lines(rows, blamed, faults, prompt_tokens)
 
 
 def _fault_row(

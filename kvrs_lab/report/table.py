@@ -28,6 +28,7 @@ def terminal_table(report: Report) -> RenderableType:
         *(Text(line, style="red") for line in faults),
         *(Text(line) for line in note_lines(report)),
         quantities(report),
+        *(Text(line) for line in report.get("choices", ())),
     )
 
 

@@ -4,6 +4,7 @@ import json
 import platform
 import re
 from datetime import UTC, datetime, timedelta
+from html import escape
 from html.parser import HTMLParser
 from io import StringIO
 from math import inf
@@ -375,6 +376,23 @@ def test_the_terminal_table_shows_verdict_and_both_runs() -> None:
     assert re.search(r"goodput \(TTFT 2 s, TPOT 0.2 s\) +2 \([0-9.]+/s\)", shown)
     assert re.search(r"pause of a stream p50 / longest +500\.0 / 600\.0 ms", shown)
     assert "TFS" not in shown
+
+
+def test_choices_are_told_in_terminal_and_page_as_text() -> None:
+    """A recovery belongs to the last fault of the instance that it left."""
+    costs = [{"option": "migrate", "total_s": 0.1}, {"option": "recompute", "total_s": 0.4}]
+    rows = [recovery("s0", "migrate", estimates=costs, source="<p0>")]
+    faulted = [stream(0, 0.8, 0.9, 1.3, 1.4)]
+
+    report = build_report(faulted, None, rows, [KILL], {}, proxy={"policy": "auto"})
+    fixed = build_report(faulted, None, rows, [KILL], {}, proxy={"policy": "always_migrate"})
+
+    (line,) = report["choices"]
+    assert fixed["choices"] == []
+    assert line.startswith("kill d0: migrate for 1")
+    assert line.endswith("<p0> still had KV; predicted 100 ms, recompute 400 ms.")
+    assert line in " ".join(in_terminal(report).split())
+    assert escape(line) in render_html(report)
 
 
 def test_a_busy_machine_and_a_late_client_are_notes_and_no_warnings() -> None:
