@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvrs.tables import folded
 from kvrs_lab.report.metrics import LATE_S
+from kvrs_lab.report.pace import pace_sentence
 from kvrs_lab.report.report import Report
 
 _SHARE_OFF = 0.01  # A larger deviation of the client's rate is reported.
@@ -84,7 +85,8 @@ def note_lines(report: Report) -> list[str]:
             "and goodput differ by more than the faults; with the cluster's secret both begin with "
             "empty ones."
         )
-    lines = (busy_sentence(report), late_sentence(report), warm, spared_sentence(report))
+    kept = pace_sentence(report["machine"])
+    lines = (kept, busy_sentence(report), late_sentence(report), warm, spared_sentence(report))
     return [line for line in lines if line]
 
 
