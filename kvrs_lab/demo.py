@@ -1,8 +1,12 @@
-"""`kvrs lab demo`: kill a decode instance under load, and compare with a run without faults."""
+"""`kvrs lab demo`: kill a decode instance and later a node under load, and compare with a run
+without faults.
+"""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -23,10 +27,12 @@ from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.faults.language import Fault, load_faults, parse_faults
 from kvrs_lab.load.admin_port import AdminPort
 from kvrs_lab.load.open_loop import Progress
+from kvrs_lab.load.pace import PaceWatch
 from kvrs_lab.load.passes import Run, Target, run_pass
 from kvrs_lab.load.progress import progress_bar
 from kvrs_lab.report.html import write_html
 from kvrs_lab.report.output import claim_directory
+from kvrs_lab.report.pace import pace_of
 from kvrs_lab.report.report import Report, build_report, write_report
 from kvrs_lab.report.table import terminal_table
 from kvrs_lab.traces.formats import load_trace
@@ -34,30 +40,26 @@ from kvrs_lab.traces.generator import GeneratorSettings, generate
 from kvrs_lab.traces.mooncake import Trace, at_rate, jitter, replay_requests, scale, window
 from kvrs_lab.traces.records import ReplayRequest
 
-# Lengths of chats with a 13-billion-parameter model, and its pace. At full speed on shared cores
-# the survivors of a kill would run faster than before, and streams of a tiny model would end too
-# early.
-PACE = "opt-13b-a100-distserve-tp1"
+# The pace of a 66-billion-parameter model on two GPUs, whose steps two cores keep with the tiny
+# model: a prediction is of the profile. At full speed on shared cores the survivors of a kill would
+# run faster than before, and streams of a tiny model would end too early.
+PACE = "opt-66b-a100-distserve-tp2"
 MAX_INPUT_TOKENS = 480
 MAX_OUTPUT_TOKENS = 240
-REQUESTS_PER_S = 8.0
+REQUESTS_PER_S = 4.0
 VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
-# The transfer of a long prompt costs about as much as computing it, so that both are chosen.
-LINK_BYTES_PER_S = 20e6
-# Memory of each agent: the KV of about a hundred such streams.
-BACKUP_BYTES = 64 << 20
+# The transfer of a few prompts takes as long as computing one, so that both are chosen.
+LINK_BYTES_PER_S = 12e6
+# Memory of each agent: checkpoints of some streams of the other node. The others have only the KV
+# that prefill instances retain, or none.
+BACKUP_BYTES = 2 << 20
+# The deaths of a node's processes reach the proxy within this time, on two cores that are busy.
+GATHER_S = 0.1
 
-DEFAULT_FAULTS = [
-    {
-        # Some streams may have ended, or still be in prefill, when the signal comes.
-        "when": {"inflight_at_least": 10},
-        "what": "kill",
-        "whom": {"role": "decode", "pick": "busiest"},
-    }
-]
-# Fewer requests may put 10 streams on no instance: two instances share them.
-FEWEST_REQUESTS = 30
+LEAST_STREAMS = 8  # Some may have ended, or still be in prefill, when the signal comes.
+# Fewer requests may put that many streams on no instance: two instances share them.
+FEWEST_REQUESTS = 40
 RETURN_TIMEOUT_S = 60.0
 
 
@@ -80,25 +82,31 @@ def run_demo(options: DemoOptions) -> bool:
     console = output()
     if options.fault is None and options.requests < FEWEST_REQUESTS:
         allowed = (
-            f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 10 "
-            f"streams at one instance)"
+            f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's wait for "
+            f"{LEAST_STREAMS} streams at one instance)"
         )
         raise ConfigError(f"--requests: got {options.requests}; allowed: {allowed}")
-    config = demo_config(options.policy, options.seed, BackupMode.BOTH)
-    faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
+    config = demo_config(options.policy, options.seed)
+    faults = (
+        default_faults(options.requests) if options.fault is None else load_faults(options.fault)
+    )
     if mistakes := unknown_victims(faults, members_of(config)):
         raise ConfigError([f"{options.fault}: {line}" for line in mistakes])
     requests = _requests(options)
     claim_directory(options.out)
+    pace = PaceWatch(PACE)
     with Cluster(
         config, lambda line: console.print(f"  {line}", style="dim", markup=False)
     ) as cluster:
-        faulted = run_load(cluster, requests, faults, options.seed, console, "with the fault")
+        faulted = run_load(
+            cluster, requests, faults, options.seed, console, "with the faults", pace=pace
+        )
         back_s = cluster.wait_all_up(RETURN_TIMEOUT_S)
         console.print(f"  all instances are up {back_s:.1f} s after the last stream", style="dim")
-        clean = run_load(cluster, requests, [], options.seed, console, "without a fault")
+        clean = run_load(cluster, requests, [], options.seed, console, "without")
         cluster.keep_logs(options.out / "logs")
     report = _report(options, config, faulted, clean)
+    report["machine"]["pace"] = pace_of(PACE, pace.decodes, pace.prompts)
     _write(report, options.out, console)
     return bool(report["exact"]) and not faulted.faults_left
 
@@ -111,9 +119,10 @@ def run_load(
     console: Console,
     title: str,
     timeout_s: float = 300.0,
+    pace: PaceWatch | None = None,
 ) -> Run:
     """Replay the requests through the proxy on an empty cache, and carry out the due faults. A
-    request that takes longer than `timeout_s` fails.
+    request that takes longer than `timeout_s` fails. `pace` notes the steps of the instances.
 
     Raises:
         ConfigError: a fault has an unknown victim, or its victim refuses.
@@ -127,21 +136,46 @@ def run_load(
             target = Target(
                 cluster.url, timeout_s=timeout_s, port=port, inject_faults=inject_faults
             )
-            return await run_pass(target, requests, faults, seed, show)
+            load = run_pass(target, requests, faults, seed, show)
+            return await load if pace is None else await _watched(load, pace, port)
 
     with progress_bar(console, title, len(requests)) as show:
         return uvloop.run(run(show))
 
 
-def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:
+async def _watched(load: Coroutine[Any, Any, Run], pace: PaceWatch, port: AdminPort) -> Run:
+    watch = asyncio.create_task(pace.watch(port))
+    try:
+        return await load
+    finally:
+        watch.cancel()
+        # After an error of the watch, the factors that it has read before still count.
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+def default_faults(requests: int) -> list[Fault]:
+    """A process dies, later a node with all that it held. By then the process is back."""
+    return parse_faults(
+        [
+            {"when": {"inflight_at_least": LEAST_STREAMS}, "what": "kill", "whom": {"id": "d0"}},
+            {
+                "when": {"after_requests": 3 * requests // 4, "streams_at_least": LEAST_STREAMS},
+                "what": "kill",
+                "whom": {"node": "n1"},
+            },
+        ]
+    )
+
+
+def demo_config(policy: PolicyName, seed: int) -> Config:
     """Two nodes with a prefill and a decode instance each, a slow link, and any free ports."""
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},
             "cluster": {"engine": {"seed": seed, "pace": PACE}, "allow_faults": True},
-            "policy": {"name": policy.value},
+            "policy": {"name": policy.value, "recovery": {"gather_s": GATHER_S}},
             "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S, "probe_interval_s": 1.0},
-            "backup": {"mode": backup.value, "capacity_bytes": BACKUP_BYTES},
+            "backup": {"mode": BackupMode.REMOTE.value, "capacity_bytes": BACKUP_BYTES},
         }
     )
 

@@ -21,7 +21,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DemoOptions:
     monkeypatch.setattr(Cluster, "__enter__", started)
     return DemoOptions(
         policy=PolicyName.AUTO,
-        requests=30,
+        requests=40,
         trace=None,
         fault=None,
         seed=0,
@@ -58,7 +58,7 @@ def test_a_trace_of_any_known_format_will_do(options: DemoOptions, tmp_path: Pat
     """The first line of a file tells its format, as for `kvrs lab replay`."""
     path = tmp_path / "azure.csv"
     rows = "".join(
-        f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(30)
+        f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(40)
     )
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
 
@@ -73,7 +73,7 @@ def test_too_few_requests_for_the_demos_own_fault_are_refused(
     path = tmp_path / "f.yaml"
     path.write_text("- {when: {at_s: 1}, what: kill, whom: {id: d0}}\n")
 
-    with pytest.raises(ConfigError, match="--requests: got 9; allowed: at least 30"):
+    with pytest.raises(ConfigError, match="--requests: got 9; allowed: at least 40"):
         run_demo(replace(options, requests=9))
     with pytest.raises(KvrsError, match="a cluster was started"):
         run_demo(replace(options, requests=9, fault=path))

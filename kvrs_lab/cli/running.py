@@ -44,7 +44,7 @@ def demo(
     fault: opt.DemoFault = None,
     out: opt.Out = Path("out/demo"),
 ) -> None:
-    """Start a cluster, kill a decode instance under load, compare every stream token by token."""
+    """Start a cluster, kill an instance and a node under load, compare every stream by token."""
     check_extras("engine", "report")
     from kvrs_lab.demo import DemoOptions, run_demo
 
