@@ -14,7 +14,7 @@ PROMPT_TOKENS, KILLED_S = 500, 10.0
 
 
 def point(predicted_s: float, real_s: float = 1.0) -> Point:
-    return Point("recompute", predicted_s, predicted_s, real_s, 1)
+    return Point("recompute", predicted_s, 0.5 * predicted_s, 2 * predicted_s, real_s, 1)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_target_keeps_its_pace_before_the_kill_and_behind_the_recovery(
     for each in (stays, comes):
         each += steps(back_s, behind * both_s, back_s + 3)
     row: dict[str, Any] = {"stream": "victim", "option": "recompute", "to": "d1"}
-    row |= {"predicted_s": 0.9, "raw_s": 0.9, "real_s": 1.0}
+    row |= {"predicted_s": 0.9, "low_s": 0.5, "high_s": 1.5, "real_s": 1.0}
     streams = [{"id": "victim", "decode": "d0"}, {"id": "stays", "decode": "d1"}]
     run = Run([record("victim", comes), record("stays", stays)])
 

@@ -27,13 +27,17 @@ _LOOK_S = 0.05
 _UNDER_WAY_S = 300.0
 
 
+_TIMES = ("predicted_s", "low_s", "high_s", "real_s")
+
+
 @dataclass(slots=True)
 class Point:
     """One recovery."""
 
     option: str
-    predicted_s: float  # With the learned correction.
-    raw_s: float  # Without it.
+    predicted_s: float
+    low_s: float  # The predicted interval.
+    high_s: float
     real_s: float
     victims: int  # Of its death.
     # Steps of the target over the profile's, before the kill or behind the recovery, whichever was
@@ -63,10 +67,7 @@ class Wave:
 
     def points(self) -> list[Point]:
         victims = len({row["stream"] for row in self.rows})
-        return [
-            Point(row["option"], row["predicted_s"], row["raw_s"], row["real_s"], victims)
-            for row in self.rows
-        ]
+        return [Point(row["option"], *(row[name] for name in _TIMES), victims) for row in self.rows]
 
 
 async def wave(
@@ -144,10 +145,10 @@ def show(console: Console, points: Sequence[Point], judged: Sequence[Point]) -> 
         table.add_row(option, str(len(of)), str(len(counted)), *cells)
     console.print(table)
     rows = Table(title="All points: off by a factor, and steps over the profile's where compared")
-    for name in ("option", "victims", "predicted, s", "raw, s", "real, s", "off", "steps"):
+    for name in ("option", "victims", "predicted, s", "low", "high", "real, s", "off", "steps"):
         rows.add_column(name, justify="left" if name == "option" else "right")
     for each in points:
-        costs = (f"{value:.3f}" for value in (each.predicted_s, each.raw_s, each.real_s))
+        costs = (f"{value:.3f}" for value in (getattr(each, name) for name in _TIMES))
         pace = "-" if each.pace is None else f"x{each.pace:.2f}"
         rows.add_row(each.option, str(each.victims), *costs, f"x{each.off:.2f}", pace)
     console.print(rows)

@@ -4,8 +4,8 @@ section 5): for one victim the fastest, for many victims the one with the least 
 Victims of one event that go to the same target share its compute time: while the target computes
 for one victim, the others wait. A choice is charged that wait once for each of the others. That of
 a single victim is charged for the streams that wait for a token there; a split, which computes at
-the target what need not be computed there, for all streams there. Links and prefill instances are not
-charged, because the other victims need not use them.
+the target what need not be computed there, for all streams there. Links and prefill instances are
+not charged, because the other victims need not use them.
 """
 
 from collections.abc import Sequence
