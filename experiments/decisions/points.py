@@ -67,7 +67,10 @@ class Wave:
 
     def points(self) -> list[Point]:
         victims = len({row["stream"] for row in self.rows})
-        return [Point(row["option"], *(row[name] for name in _TIMES), victims) for row in self.rows]
+        return [
+            Point(row["option"], **{name: row[name] for name in _TIMES}, victims=victims)
+            for row in self.rows
+        ]
 
 
 async def wave(

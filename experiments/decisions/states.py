@@ -169,6 +169,8 @@ class Victim:
     option: str  # Of its first recovery.
     pause_s: float  # From the kill to its next token.
     predicted_s: float
+    low_s: float | None  # The predicted interval; None: the policy has none.
+    high_s: float | None
     real_s: float | None  # From the decision to the next token; None: it took another attempt.
     tried: list[str]  # Options that had an estimate.
 
@@ -177,6 +179,8 @@ class Victim:
             "option": self.option,
             "pause_s": round(self.pause_s, 5),
             "predicted_s": round(self.predicted_s, 5),
+            "low_s": self.low_s,
+            "high_s": self.high_s,
             "real_s": None if self.real_s is None else round(self.real_s, 5),
         }
 
@@ -321,8 +325,12 @@ def _victims(
         real_s = None if row.resumed_s is None else row.resumed_s - row.at_s
         tried = sorted({each.option.value for each in row.action.estimates})
         action = row.action
-        predicted_s = action.predicted_s if row.settled is None else row.settled.predicted_s
-        found.append(Victim(name, action.option.value, pause_s, predicted_s, real_s, tried))
+        low_s = high_s = None
+        predicted_s = action.predicted_s
+        if (settled := row.settled) is not None:
+            predicted_s, low_s, high_s = settled.predicted_s, settled.low_s, settled.high_s
+        option = action.option.value
+        found.append(Victim(name, option, pause_s, predicted_s, low_s, high_s, real_s, tried))
     return found
 
 

@@ -30,6 +30,7 @@ WITHIN = 0.2
 # Bars: predictions' median error and p95, and their share within 20 %; regret; stock states.
 ERROR, ERROR_P95, SHARE_WITHIN = 0.12, 0.60, 0.65
 REGRET, STOCK_REGRET = 0.07, 0.15
+COVERED, WIDTH = (0.85, 0.95), 3.0  # Share of real costs in their intervals; high over low.
 OF_STOCK = ("auto", "rom", "recompute", "migrate")
 LONGER, SHARE_LONGER = 0.05, 0.1  # Than before, and share of the states that may be.
 
@@ -114,6 +115,31 @@ def predictions(console: Console, rows: Sequence[Row]) -> Iterator[str]:
     console.print(options)
 
 
+def intervals(console: Console, rows: Sequence[Row]) -> Iterator[str]:
+    """Print the share of real costs in their predicted intervals, and their width; yield the missed
+    bars.
+    """
+    found = [
+        victim
+        for row in rows
+        for victim in row["victims"]
+        if victim["real_s"] and victim.get("low_s") is not None
+    ]
+    if not found:
+        return
+    inside = fmean(each["low_s"] <= each["real_s"] <= each["high_s"] for each in found)
+    width = median(each["high_s"] / each["low_s"] for each in found)
+    console.print(
+        f"Intervals: {inside:.0%} of {len(found)} real costs are inside; the upper end is "
+        f"x{width:.2f} of the lower one at the median",
+        highlight=False,
+    )
+    if not COVERED[0] <= inside <= COVERED[1]:
+        yield f"intervals cover {inside:.0%}, bar {COVERED[0]:.0%} to {COVERED[1]:.0%}"
+    if width > WIDTH:
+        yield f"intervals are x{width:.2f} wide, bar x{WIDTH:g}"
+
+
 def regrets(console: Console, rows: Sequence[Row]) -> Iterator[str]:
     """Print the regret of each policy and option; yield the missed bar."""
     table = Table(title="Mean pause of an event over its best future")
@@ -184,7 +210,7 @@ def show(console: Console, rows: Sequence[Row], before: Sequence[Row]) -> list[s
     rows = [row for row in rows if row["pauses_s"]]
     drawn = [row for row in rows if not row["is_stock"]]
     console.print(f"{len(rows)} states; without so many victims, and left out: {without}")
-    missed = [*predictions(console, drawn), *regrets(console, drawn)]
+    missed = [*predictions(console, drawn), *intervals(console, drawn), *regrets(console, drawn)]
     missed += stock(console, [row for row in rows if row["is_stock"]])
     if before:
         missed += beside(console, rows, before)
