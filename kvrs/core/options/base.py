@@ -52,8 +52,9 @@ class Case(msgspec.Struct, gc=False):
     # than computing alone; the same for a token that comes without computing at the target.
     step_s: float = 0.0
     hand_off_step_s: float = 0.0
-    # Streams at the target that have no token since they came. Where rows are loaded they go on
-    # between the chunks of later prompts, and do not wait: 0.
+    # Streams at the target that have no token since they came. 0 where nothing waits for the
+    # target's computing: hand-offs bring what others compute, and where rows are loaded, streams go
+    # on between the chunks of later prompts.
     waiting: int = 0
     best_fetch: Estimate | None = None  # The cheapest estimate of migrate and restore so far.
     best_source: KvSource | None = None  # The first source of `best_fetch`.

@@ -157,7 +157,7 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
                 slot_wait_s,
                 step_s,
                 next_s,
-                0 if target.rows else len(target.answers.awaited),
+                len(target.answers.awaited) if target.pulls and not target.rows else 0,
             )
         )
     return cases
