@@ -96,6 +96,7 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
         agent = Agent(InstanceId("agent-n1"), NodeId("n1"), 1, 1 << 40, _HOST_BYTES_PER_S)
         pages = (situation.prompt_tokens + PRODUCED_TOKENS) // size
         stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometry, pages=pages)
+    view.look_ahead()
     rule = BY_NAME[name]
     estimates = rule.weigh(state, stream, [target], _NOW_S)
     return rule.decide(estimates, others=VICTIMS)
