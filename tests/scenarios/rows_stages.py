@@ -43,7 +43,7 @@ STAGE_ROWS = [
     _pipelines(
         name="lender-lost-while-it-lends",
         rule="The host that has the stage dies: lender and borrower lose it, a third one lends.",
-        faults=(_host("d0", 1, 3.0), _host("d0", 1, 4.0)),
+        faults=(_host("d0", 1, 4.0), _host("d0", 1, 5.0)),
         nodes=(BOTH, BOTH, BOTH),
         stages=2,
         expected=Expected(
