@@ -13,8 +13,9 @@ from kvrs.core.model.estimates import real_over_predicted
 # Mean error before the first observation, as the logarithm of a factor; it counts as one event.
 FIRST_ERROR = 0.25
 _MOST_EVENTS = 10.0  # Events that make up the mean; older ones fade.
-# Nine of ten errors are below this multiple of their mean, if they have a Laplace distribution.
-_NINE_OF_TEN = log(10.0)
+# Nine of ten errors are below this multiple of their mean in simulated states
+# (`experiments/decisions/study.py`); 2.3 if they had a Laplace distribution.
+NINE_OF_TEN = 1.85
 _MOST_ERROR = log(10.0)  # A larger error counts as this: one hung transfer is not many recoveries.
 # Estimate before the first replay: one difference in 100,000 tokens.
 _PRIOR_FOUND, _PRIOR_TOKENS = 0.05, 5_000
@@ -66,7 +67,7 @@ class Spread:
     @property
     def factor(self) -> float:
         """The factor from a prediction to the ends of its interval."""
-        return exp(_NINE_OF_TEN * self.error)
+        return exp(NINE_OF_TEN * self.error)
 
     def snapshot(self) -> dict[str, float]:
         """Return the state as plain data, for display."""
