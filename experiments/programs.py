@@ -469,6 +469,7 @@ OTHERS = (
         is_virtual=True,
     ),
     _of("decisions", "guesses", 1, "guesses", is_virtual=True),
+    _of("decisions", "burst", 1, "burst --beside $KVRS_BEFORE", BEFORE),
     Experiment("decisions", ("before", "rates_before"), 0, ""),
     _of("proxy_rolls", "proxy_rolls", 8),
     _of("row_pull", "row_pull", 2, "measure"),
