@@ -454,12 +454,14 @@ def random_config(
     }
     # A seed draws the worlds that it drew when there were two settings more.
     rng.choice(range(2))
+    handoff, dispatch = rng.choice(list(Handoff)), rng.choice(list(Dispatch))
+    rng.choice(range(2))
     document |= {
         "policy": {
             "name": name.value,
-            "handoff": rng.choice(list(Handoff)).value,
-            "dispatch": rng.choice(list(Dispatch)).value,
-            "slots_max": (rng.choice([1.0, 4.0]), rng.choice([1, 2, 4, 32]))[1],
+            "handoff": handoff.value,
+            "dispatch": dispatch.value,
+            "slots_max": rng.choice([1, 2, 4, 32]),
             "slot_lease_s": rng.choice([0.3, 2.0, 30.0]),
             "assumed_link_bytes_per_s": rng.choice([3e8, 1.25e9, 1e10]),
             "recovery": {

@@ -63,7 +63,9 @@ def test_schemes_that_branch_off_one_run_have_the_figures_of_whole_runs() -> Non
     whole = lumen.cell(setup, name, clean)
 
     assert lumen.forked_cell(setup, name, {}, jobs=2) == whole
-    assert len({row["pause_s"] for row in whole.values()}) > 1, "schemes differ"
+    other = lumen.cell(setup, "3x1:6.0#1", {})
+    assert lumen.forked_cell(setup, "3x1:6.0#1", {}, jobs=2) == other
+    assert len({row["pause_s"] for row in other.values()}) > 2, "schemes differ"
     assert whole["+ progressive"]["draft_steps"] > 0
     (without_failure,) = clean.values()
     case = lumen.Case.of(setup, "3x1:6.0")

@@ -221,15 +221,12 @@ def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> ac
     real_s, predicted = now_s - attempt.started_s, attempt.predicted
     if predicted is None:
         return act.Settled(stream.id, attempt.number, chosen.option, chosen.next_token_s, real_s)
-    # A start's prediction rests on a guessed prompt length, and that of a redirected hand-off is
-    # for another target: neither is learned from.
-    as_predicted = (
-        chosen.option is not Option.START and plan is not None and plan.decode == chosen.target
-    )
-    if as_predicted and plan is not None and plan.asked and chosen.option is Option.RESTORE:
-        _await_count(state, stream, decision, plan, predicted, real_s)
-    elif as_predicted:
-        state.spread.observe(predicted.seconds, real_s, predicted.victims)
+    # The prediction of a redirected hand-off is for another target: it is not learned from.
+    if plan is not None and plan.decode == chosen.target:
+        if plan.asked and chosen.option is Option.RESTORE:
+            _await_count(state, stream, decision, plan, predicted, real_s)
+        else:
+            state.spread.observe(predicted.seconds, real_s, predicted.victims)
     return act.Settled(
         stream.id,
         attempt.number,

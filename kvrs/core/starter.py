@@ -94,9 +94,11 @@ def place_all(state: State, streams: Iterable[Stream], now_s: float) -> None:
     another model name have other targets, and follow.
     """
     by_name: dict[str, list[Stream]] = {}
+    has_victims = False
     for stream in by_urgency(streams):
         by_name.setdefault(stream.name, []).append(stream)
-    if by_name:
+        has_victims |= not stream.is_fresh
+    if has_victims:
         state.view.look_ahead()
     for name, ordered in by_name.items():
         _place_together(state, name, ordered, now_s)

@@ -231,7 +231,8 @@ def _computed(member: Member, stream: Stream, compute_s: float) -> Work:
 
 def predict(state: State) -> None:
     """Predict the recoveries that the last event has begun: those that share links and steps
-    together, others by their own estimates.
+    together, others by their own estimates. A start's cost rests on a guessed length, and is not
+    predicted.
     """
     begun, state.begun = state.begun, []
     if not BY_NAME[state.settings.policy.name].predicts:
@@ -239,7 +240,9 @@ def predict(state: State) -> None:
     victims = [
         (stream, decision.chosen)
         for stream, number in begun
-        if stream.attempt.number == number and (decision := stream.attempt.decision) is not None
+        if stream.attempt.number == number
+        and (decision := stream.attempt.decision) is not None
+        and decision.chosen.option is not Option.START
     ]
     played = [(stream, chosen) for stream, chosen in victims if chosen.option in _PLAYED]
     seconds = {stream.id: chosen.next_token_s for stream, chosen in victims}

@@ -158,8 +158,7 @@ class EngineCore(RunCore):
     def queue_delay_s(self) -> float:
         """Predicted time until a new request starts its prefill: the longer of the time of the
         queued work, by the table and what steps take of it, and, if the engine is full, the wait
-        for admission. While ranks re-form, the
-        time counts from the end of the re-forming.
+        for admission. While ranks re-form, the time counts from the end of the re-forming.
         """
         return max(
             self.scheduler.queued_s(self.prefill) * (self.step_times.slowness or 1.0),

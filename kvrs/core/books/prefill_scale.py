@@ -47,9 +47,8 @@ class PrefillScale:
     def __init__(self) -> None:
         self.factor = 1.0
         self._applied = 1.0  # The factor of the tables, which follow only larger moves.
-        self._made: tuple[PrefillTable, PrefillTable] | None = (
-            None  # Last one scaled, and of which.
-        )
+        # The last table that was scaled, and the scaled one; None: it must be made anew.
+        self._made: tuple[PrefillTable, PrefillTable] | None = None
         self.prefills = 0  # Number of prefills from which the factor was learned.
         self._label: str | None = None
         self._is_guess = False
@@ -122,10 +121,8 @@ class PrefillScale:
         least_s = _LEAST_STEPS * table.step_overhead_s
         if not period.is_whole or period.guessed_s < least_s:
             return False
-        factor, before = (
-            (now_s - period.began_s) / period.guessed_s,
-            (self.is_learned, self._is_sure),
-        )
+        factor = (now_s - period.began_s) / period.guessed_s
+        before = self.is_learned, self._is_sure
         self._samples = [*self._samples, min(max(factor, 1 / MOST), MOST)][-_SAMPLES:]
         self.prefills += period.prefills
         self.factor = median(self._samples)
