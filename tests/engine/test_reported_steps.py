@@ -8,12 +8,15 @@ from kvrs.protocol.instance import LoadReport
 from kvrs_engine.scheduling.step_times import MOST
 from tests.engine.peers import SMALL, peer_engines
 
+# Of its table, prompts of 200 tokens take more than half of a step.
+PROFILE = "opt-66b-a100-distserve-tp2"
+
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 
 async def test_an_engine_reports_what_its_steps_take(tiny_model: Path) -> None:
     """Nothing before it has computed; then a time of each kind of step."""
-    async with peer_engines([tiny_model]) as (engine,):
+    async with peer_engines([tiny_model], pace=PROFILE) as (engine,):
         declared, reports = engine.instance.info(), list[LoadReport]()
         for at in range(4):
             reports.append(engine.instance.load())
