@@ -208,9 +208,11 @@ async def test_injected_faults_affect_what_the_agent_sends(tmp_path: Path) -> No
 
 
 async def test_the_end_releases_everything(tmp_path: Path) -> None:
-    """Descriptors, and all memory. The first agent of a process opens what all later ones use."""
+    """Descriptors, and all memory. The first agent of a process opens what all later ones use, and
+    threads of other tests open some for a moment; what an agent leaves open stays open.
+    """
     config, descriptors = parse_config(document(tmp_path)), list[int]()
-    for _ in range(4):
+    for _ in range(7):
         async with running(config), Engine(config) as engine:
             await engine.offer("s", 40)
             await engine.store("s", 0, tags(1, 40))
@@ -218,7 +220,7 @@ async def test_the_end_releases_everything(tmp_path: Path) -> None:
         descriptors.append(len(os.listdir("/proc/self/fd")))
 
     assert list(tmp_path.iterdir()) == []
-    assert len(set(descriptors)) == 1
+    assert min(descriptors[4:]) <= min(descriptors[1:4]), descriptors
     maps = Path("/proc/self/maps").read_text()
     assert "slab" not in maps
 
