@@ -160,9 +160,12 @@ audit: .venv-audit/.installed
 	.venv-audit/bin/python -m pip install --disable-pip-version-check 'pip-audit>=2.10,<3'
 	@touch $@
 
+# And how many files, functions, lines and changes of file a request and a death walk through, which may
+# only fall (experiments/request_path/most.json).
 check: lint
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_tidy.py
+	$(BIN)/python -m experiments.request_path.gauge --check
 
 # Exact figures in virtual time against their kept values: a minute and a half of one core. A change that
 # is meant is kept by `python -m experiments.sentinels.check --update`, in the commit that makes it.

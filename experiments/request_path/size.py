@@ -1,15 +1,17 @@
-"""The size of the tree before and after the fourth house: lines by package, imports between
-packages, circles of files, protocols with one implementation, and what a user meets: settings of
-the file, options of the commands, metric families.
+"""The size of the tree before and after the fifth house: lines by package, modules, what wires them
+(`wiring.py`), what a proxy for stock vLLM imports (`stock.py`), imports between packages, circles
+of files, protocols with one implementation, and what a user meets: settings of the file, options of
+the commands, metric families.
 
-Lines are those of Python files. A class of the packages counts as an implementation of a protocol
-if the class inherits from the protocol or has all its members by name. Equal functions are those of
-five lines or more with the same statements. A circle is a set of files that import each other, also
-for types alone. Settings are the keys that have a value, each once, also where a list has several
-sections with this key. An option counts for each command that has it; `--help`, those of completion
-and hidden ones do not. Metric families are those that /metrics of a proxy in front of vLLM names,
-the library's own about the process included. The settings, options and families of before are
-counted by the program of then, in a checkout of its own.
+Lines are those of Python files; a module counts that has content. A class of the packages counts as
+an implementation of a protocol if the class inherits from the protocol or has all its members by
+name. Equal functions are those of five lines or more with the same statements. A circle is a set of
+files that import each other, also for types alone. Settings are the keys that have a value, each
+once, also where a list has several sections with this key. An option counts for each command that
+has it; `--help`, those of completion and hidden ones do not. Metric families are those that
+/metrics of a proxy in front of vLLM names, the library's own about the process included. The
+settings, options and families of before are counted by the program of then, in a checkout of its
+own.
 """
 
 import ast
@@ -24,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path, PurePath
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -32,6 +35,14 @@ from typer.main import get_command
 
 from experiments.command_line import parser_of
 from experiments.record import ROOT, Record
+from experiments.request_path.stock import started
+from experiments.request_path.wiring import (
+    MOST_FIELDS,
+    callable_parameters,
+    callbacks_from_outside,
+    parts,
+    wide_records,
+)
 from kvrs.cli import app
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, parse_config
@@ -39,7 +50,7 @@ from kvrs.config.first_file import first_file
 from kvrs.config.settings import Settings, parse_yaml
 from kvrs.proxy.server import Proxy
 
-BEFORE = "f178affe"  # The packages were parted, and nothing was removed yet.
+BEFORE = "6a4429cb"  # What a path walks through was counted, and nothing was folded yet.
 # What each package may import of the others.
 ALLOWED = {
     "kvrs": set[str](),
@@ -49,12 +60,11 @@ ALLOWED = {
 }
 TESTS = ("tests", "kvrs_testkit")
 AT_MOST = {
-    "lines of kvrs without SGLang, prefix index": 43_000,
-    "lines of kvrs_engine": 22_000,
-    "lines of kvrs_lab": 14_000,
-    "lines of distserve_patches": 3_800,
-    "lines of tests and testkit": 86_000,
-    "protocols with one implementation": 0,
+    "modules of kvrs": 190,
+    "parameters of kvrs that are callables": 100,
+    "callbacks set from outside": 0,
+    f"records of more than {MOST_FIELDS} fields": 0,
+    "lines that a stock proxy imports": 33_000,
     "imports against the direction of packages": 0,
     "circles of files": 0,
     "circles, also by imports for types": 0,
@@ -65,19 +75,7 @@ AT_MOST = {
     "options of the CLI": 110,
     "metric families before vLLM": 60,
 }
-# The backend of SGLang and the index of prefixes came after the bar of `kvrs`.
-LATER = (
-    "kvrs/sglang/",
-    "kvrs/proxy/backends/sglang",
-    "kvrs/core/prefix_routing.py",
-    "kvrs/core/model/prefixes.py",
-)
-# The names under which the program of before kept its counts.
-OF_USERS = {
-    "settings": "settings",
-    "options of the CLI": "options",
-    "metric families before vLLM": "families_before_vllm",
-}
+STARTS = 5  # Of a stock proxy; the median's CPU and memory are shown.
 
 
 @contextmanager
@@ -111,11 +109,9 @@ def figures_of(texts: dict[str, str]) -> dict[str, int]:
     imports = dict(_imports(of_packages))
     return {
         **{f"lines of {each}": lines(texts, [each]) for each in ALLOWED},
-        "lines of kvrs without SGLang, prefix index": lines(
-            {path: text for path, text in texts.items() if not path.startswith(LATER)}, ["kvrs"]
-        ),
         "lines of tests and testkit": lines(texts, TESTS),
         "lines of experiments": lines(texts, ["experiments"]),
+        **_wiring({path: tree for path, tree in trees.items() if root(path) == "kvrs"}),
         "protocols with one implementation": len(single_protocols(of_packages)),
         "imports against the direction of packages": sum(
             name != own and name in ALLOWED and name not in ALLOWED[own]
@@ -132,6 +128,29 @@ def figures_of(texts: dict[str, str]) -> dict[str, int]:
             for each in [*ALLOWED][:3]
         },
         "lines that equal functions repeat": repeated(trees),
+    }
+
+
+def _wiring(trees: dict[str, ast.Module]) -> dict[str, int]:
+    """The figures of `kvrs` alone."""
+    full = {path: tree for path, tree in trees.items() if tree.body}
+    return {
+        "modules of kvrs": len(full),
+        "of them of several parts": sum(len(parts(tree)) > 1 for tree in full.values()),
+        "parameters of kvrs that are callables": len(callable_parameters(trees)),
+        "callbacks set from outside": len(callbacks_from_outside(trees)),
+        f"records of more than {MOST_FIELDS} fields": len(wide_records(trees)),
+    }
+
+
+def of_stock(tree: Path) -> dict[str, int]:
+    """The imports of a stock proxy of a checkout, and the cost of its start."""
+    runs = [started(tree) for _ in range(STARTS)]
+    return {
+        "modules that a stock proxy imports": len(runs[0].modules),
+        "lines that a stock proxy imports": runs[0].lines,
+        "CPU of its start, ms": round(1000 * median(run.cpu_s for run in runs)),
+        "its memory, MB": round(median(run.rss_mb for run in runs)),
     }
 
 
@@ -348,17 +367,16 @@ def of_users_then(tree: Path) -> dict[str, int]:
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        kept = json.loads((Path(out) / "size.json").read_text())
-    figures = kept.get("figures", kept)
-    return {name: figures[key] for name, key in OF_USERS.items()}
+        figures = json.loads((Path(out) / "size.json").read_text())["now"]
+    return {name: figures[name] for name in of_users()}
 
 
 def main() -> None:
     options = parser_of(__doc__, __file__).parse_args()
     record = Record(timed=False)
     with checkout(BEFORE) as tree:
-        before = figures_of(texts_of(tree)) | of_users_then(tree)
-    now = figures_of(texts_of(ROOT)) | of_users()
+        before = figures_of(texts_of(tree)) | of_stock(tree) | of_users_then(tree)
+    now = figures_of(texts_of(ROOT)) | of_stock(ROOT) | of_users()
     figures = {"before": before, "now": now}
     text = as_text(before, now)
     print(text)
@@ -366,6 +384,7 @@ def main() -> None:
 
 
 def as_text(before: dict[str, int], now: dict[str, int]) -> str:
+    """A row of each figure; one that the program of before did not count has a blank."""
     rows = [f"{'':<44}{'before':>9}{'now':>9}{'at most':>9}"]
     for name, count in now.items():
         most = AT_MOST.get(name)
