@@ -17,12 +17,11 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from kvrs.cli.common import option_fault
-from kvrs.cli.removed import check_options
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 
 GROUP = "kvrs.commands"
 
-# Commands of earlier versions that are now commands of the laboratory (`kvrs lab`).
+# Commands of the laboratory that are looked for without its name (`kvrs lab`).
 MOVED = ("demo", "up", "replay", "report", "simulate", "compare", "tune", "explain")
 
 # By package: the extra of the distribution that installs it.
@@ -55,13 +54,9 @@ class Commands(TyperGroup):
             self._add(name)
         return super().list_commands(ctx)
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        check_options(args)
-        return super().parse_args(ctx, args)
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in MOVED:
-            raise ConfigError(f"kvrs {cmd_name} is now kvrs lab {cmd_name}")
+            raise ConfigError(f"kvrs {cmd_name} is kvrs lab {cmd_name}")
         self._add(cmd_name)
         return super().get_command(ctx, cmd_name)
 

@@ -17,7 +17,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 from pydantic_core import PydanticCustomError
 
 from kvrs.config.hints import number_hint, pattern_in_words
-from kvrs.config.removed import REMOVED
 from kvrs.errors import ConfigError, nearest
 from kvrs.process.private_files import fault_of_mode
 
@@ -44,11 +43,6 @@ STOCK: dict[str, Any] = {ENGINES: ["vllm", "sglang"]}
 
 # Form of names of processes and nodes, which are also parts of paths and file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
-
-# Removed keys of key files, by the last part of their path, with the hint that the error gives.
-_GONE = dict.fromkeys(("requests_per_s", "tokens_per_min"), "a gateway in front limits rates") | {
-    "open_bytes": "set proxy.body_budget_bytes, which all tenants share"
-}
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
 _LONGEST_NAME = 253
@@ -224,9 +218,6 @@ def faults_of(error: ValidationError, model: type[Settings], *section: str) -> l
 def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
     path = ".".join(map(str, (*section, *fault["loc"]))) or "the file"
     if fault["type"] == "extra_forbidden":
-        names = ".".join(part for part in (*section, *fault["loc"]) if isinstance(part, str))
-        if (instead := _GONE.get(fault["loc"][-1]) or REMOVED.get(names)) is not None:
-            return f"{path}: this setting is gone; {instead}"
         allowed = _allowed_keys(fault["loc"], model)
         near = _nearest_key(str(fault["loc"][-1]), allowed, model)
         return f"{path}: unknown key; allowed: {', '.join(allowed)}{near}"

@@ -20,7 +20,6 @@ from pydantic import ValidationError
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.config.removed import REMOVED
 from kvrs.config.settings import Settings, reason_of
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -332,11 +331,8 @@ def _as_settings(kind: type, found: Any) -> Any:
         fault = error.errors(include_url=False)[0]
         section = kind.__name__.removesuffix("Settings").lower()
         path = ".".join(map(str, (section, *fault["loc"])))
-        why = reason_of(fault)
-        if path in REMOVED:
-            why = (
-                f"an older version of kvrs wrote this log, and reads it; since then {REMOVED[path]}"
-            )
+        is_unknown = fault["type"] == "extra_forbidden"
+        why = "the version of kvrs that wrote this log knows it" if is_unknown else reason_of(fault)
         raise ValueError(f"{path}: got {fault['input']!r}; {why}") from None
 
 

@@ -8,7 +8,6 @@ import typer
 from typer.testing import CliRunner
 
 from kvrs.cli import app, extras
-from kvrs.cli.removed import REMOVED
 from kvrs.errors import ConfigError, MissingExtraError
 from kvrs_lab.cli import app as lab_app
 
@@ -32,31 +31,18 @@ def forgotten() -> Iterator[None]:
     extras._registered.cache_clear()
 
 
-def test_commands_of_earlier_versions_are_those_of_the_laboratory() -> None:
+def test_commands_that_are_named_with_the_laboratory_are_all_of_its_commands() -> None:
     commands = [each.callback for each in lab_app.registered_commands]
 
     assert tuple(each.__name__ for each in commands if each is not None) == extras.MOVED
 
 
 @pytest.mark.parametrize("name", extras.MOVED)
-def test_a_command_that_has_moved_is_refused_with_its_new_name(name: str) -> None:
+def test_a_command_of_the_laboratory_is_refused_at_the_top_with_its_name(name: str) -> None:
     error = CliRunner().invoke(app, [name, "--seed", "3"]).exception
 
     assert isinstance(error, ConfigError)
-    assert str(error) == f"kvrs {name} is now kvrs lab {name}"
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [(command, option) for command, options in REMOVED.items() for option in options],
-)
-def test_a_removed_option_is_refused_with_what_to_use_instead(command: str, option: str) -> None:
-    """Whatever stands beside it; a command that has it no more has none of that name."""
-    error = CliRunner().invoke(app, [*command.split(), "--unknown", f"{option}=3"]).exception
-
-    assert isinstance(error, ConfigError)
-    assert str(error) == f"{option}: this option is gone; {REMOVED[command][option]}"
-    assert option not in CliRunner().invoke(app, [*command.split(), "--help"]).output.split()
+    assert str(error) == f"kvrs {name} is kvrs lab {name}"
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

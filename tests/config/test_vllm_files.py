@@ -36,16 +36,6 @@ def test_rows_for_other_nodes_need_a_port_of_agents() -> None:
     assert parse_config(document("/m", PORTS, backup={"mode": "local"})).agents_run
 
 
-def test_the_port_of_the_connector_that_went_is_refused_with_its_replacement() -> None:
-    settings = document("/m", PORTS)
-    settings["cluster"]["nodes"][0]["instances"][0]["connector_port"] = 1012
-
-    (fault,) = faults(settings)
-
-    assert fault.startswith("cluster.nodes.0.instances.0.connector_port: ")
-    assert "start vLLM with KvrsOffloading in place of KvrsConnector" in fault
-
-
 def test_decode_instances_of_vllm_need_no_prefill_instance() -> None:
     """They compute prompts themselves."""
     alone = {name: port for name, port in PORTS.items() if name != "p0"}

@@ -359,16 +359,16 @@ def test_a_log_without_its_header_is_refused() -> None:
         rerun([GOOD])
 
 
-def test_a_log_of_an_older_version_names_the_setting_that_went() -> None:
-    """Such a log had been decided by it, and that version still reads it."""
+def test_a_log_of_another_version_names_the_setting_that_is_not_known_here() -> None:
+    """Such a log had been decided by it, and that version reads it."""
     first, *lines = incident()
     header = json.loads(first)
-    header["policy"]["correction_max"] = 2.0
+    header["policy"]["foresight"] = 2.0
 
     with pytest.raises(LogError) as refused:
         rerun([json.dumps(header), *lines])
 
-    said = "line 1: policy.correction_max: got 2.0; an older version of kvrs wrote this log"
+    said = "line 1: policy.foresight: got 2.0; the version of kvrs that wrote this log knows it"
     assert str(refused.value).startswith(said)
 
 
