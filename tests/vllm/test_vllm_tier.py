@@ -107,19 +107,6 @@ def test_a_vllm_with_a_changed_hook_starts_and_says_which(tmp_path: Path) -> Non
     }
 
 
-def test_a_server_with_the_flags_of_the_old_connector_names_the_new_ones(tmp_path: Path) -> None:
-    """It answers as stock vLLM."""
-    old = {"kv_connector": "KvrsConnector", "kv_connector_module_path": "kvrs.vllm.connector"}
-    with RowServers(tmp_path, instances=1) as servers:
-        servers.transfer["d0"] = old
-        servers.start_all()
-        found = servers.complete("d0", prompt=prompt_of(1), max_tokens=4, **KVRS)
-        assert len(found["choices"][0]["token_ids"]) == 4
-        (said,) = [line for line in servers.said().splitlines() if "kvrs is off" in line]
-    assert "KvrsOffloading" in said
-    assert "kvrs.vllm.offloading" in said
-
-
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowServers]:
     with RowServers(tmp_path_factory.mktemp("tier")) as servers:
