@@ -22,7 +22,8 @@ PRODUCED_TOKENS = 16
 class Decider:
     """One policy object for all takes of one policy. Each stream has a decode instance of its own
     on n0, which is lost: one that dies again and again would get no streams. A decision precedes
-    the plan that it makes, so its clock goes on only by what that took.
+    the plan that it makes, so its clock goes on only by what that took, and by the time of the
+    table for the first prefill, from which the policy learns how fast instances are.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Decider:
         self._tell(ev.LinkMeasured(N0, N1, bytes_per_s))
         started = _only(self._tell(ev.StreamArrived(stream, prompt_tokens)), act.Start)
         assert (started.plan.prefill, started.plan.decode) == (P0, lost), started
+        self._now_s += self._table.seconds_for(prompt_tokens)
         self._tell(ev.PrefillDone(stream, 1, prompt_tokens))
         self._tell(ev.StreamResumed(stream, 1))
         actions = self._tell(ev.InstanceLost(lost, 1, "killed", {stream: PRODUCED_TOKENS}))
