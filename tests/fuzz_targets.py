@@ -11,9 +11,9 @@ import msgspec
 import yaml
 
 from kvrs.config.backup import BackupSettings
+from kvrs.config.document import parse_yaml
 from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.config.settings import parse_yaml
 from kvrs.core.event_log import event_line, header_line, rerun
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, KvrsError, LogError, RequestError, TransferError, UpstreamError

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvrs.config.commented import WIDTH, KeyPath, comment, commented_yaml, flow
+from kvrs.config.document import WIDTH, KeyPath, comment, commented_yaml, flow
 from kvrs.config.file import Config
 from kvrs.config.schema import DOCS_PAGE, description, json_schema
 from kvrs.config.settings import ENGINES

@@ -45,9 +45,10 @@ from experiments.request_path.wiring import (
 )
 from kvrs.cli import app
 from kvrs.config.cluster import Backend
+from kvrs.config.document import parse_yaml
 from kvrs.config.file import Config, parse_config
 from kvrs.config.first_file import first_file
-from kvrs.config.settings import Settings, parse_yaml
+from kvrs.config.settings import Settings
 from kvrs.proxy.server import Proxy
 
 BEFORE = "6a4429cb"  # What a path walks through was counted, and nothing was folded yet.

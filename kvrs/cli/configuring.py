@@ -12,7 +12,7 @@ import typer
 import kvrs.cli.options as opt
 from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
-from kvrs.config.commented import KeyPath, comment, commented_yaml, shown_path
+from kvrs.config.document import KeyPath, comment, commented_yaml, shown_path
 from kvrs.config.file import Config, checked, load_config, load_source
 from kvrs.config.overrides import unread
 from kvrs.config.source import leaves

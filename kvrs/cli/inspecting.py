@@ -8,7 +8,7 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import console
-from kvrs.config.commented import flow
+from kvrs.config.document import flow
 from kvrs.config.tenants import check_name, key_hash
 
 

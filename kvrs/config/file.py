@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from kvrs.config.across_sections import faults_across_sections
 from kvrs.config.backup import AgentSettings
 from kvrs.config.cluster import Backend, InstanceSettings
+from kvrs.config.document import dump_yaml
 from kvrs.config.overrides import override
 from kvrs.config.presets import SystemPreset
 from kvrs.config.sections import Sections
 from kvrs.config.security import SecuritySettings
-from kvrs.config.settings import dump_yaml, faults_of, netloc, read_private
+from kvrs.config.settings import faults_of, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
 from kvrs.errors import ConfigError
 from kvrs.protocol.secrets import MIN_SECRET_BYTES

@@ -1,9 +1,8 @@
 """First configuration files, one for each backend."""
 
 from kvrs.config.cluster import Backend
-from kvrs.config.commented import KeyPath, comment, commented_yaml
+from kvrs.config.document import KeyPath, comment, commented_yaml, parse_yaml
 from kvrs.config.schema import description
-from kvrs.config.settings import parse_yaml
 
 _HEADERS = {
     Backend.EMBEDDED: "kvrs with its embedded engine, on this machine: `kvrs lab up --config FILE` "

@@ -5,7 +5,8 @@ from typing import Any
 
 import yaml
 
-from kvrs.config.settings import Settings, parse_yaml, paths, section_of, yaml_reason
+from kvrs.config.document import parse_yaml, yaml_reason
+from kvrs.config.settings import Settings, paths, section_of
 from kvrs.config.source import Source
 from kvrs.errors import ConfigError, nearest
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from kvrs.config.commented import KeyPath
+from kvrs.config.document import KeyPath
 from kvrs.config.file import Config
 from kvrs.config.settings import ENGINES, Settings, section_of
 

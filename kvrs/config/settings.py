@@ -1,4 +1,4 @@
-"""The base of every section of the YAML file, the YAML parser, and files that are private.
+"""The base of every section of the YAML file, the faults of its values, and files that are private.
 
 A setting has its unit in the name, its reason in the comment and its range in the field;
 `kvrs/config/file.py` composes the sections and reports all mistakes of a file at once.
@@ -7,16 +7,13 @@ A setting has its unit in the name, its reason in the comment and its range in t
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrs.config.hints import number_hint, pattern_in_words
 from kvrs.errors import ConfigError, nearest
 from kvrs.process.private_files import fault_of_mode
 
@@ -46,6 +43,16 @@ NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
 _LONGEST_NAME = 253
+
+
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+_SIZE = re.compile(_NUMBER + r" ?([kKMGT])(i?)(B|bit)?(?:/s)?")
+_TIME = re.compile(_NUMBER + r" ?(ms|s|min|m|h)")
+_POWER = {"k": 3, "K": 3, "M": 6, "G": 9, "T": 12}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+# Form of most names, as a regular expression; its group is what they have beside letters and
+# digits.
+_NAME_PATTERN = re.compile(r"\^\[A-Za-z0-9_\]\[A-Za-z0-9(.+)\]\*\$")
 
 
 class Settings(BaseModel):
@@ -109,105 +116,6 @@ def netloc(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class _Constructor(yaml.constructor.SafeConstructor):
-    """Constructor of plain data that refuses repeated keys, as YAML 1.2 does. A whole number may
-    have an exponent.
-    """
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        value: float = super().construct_yaml_float(node)
-        is_whole = "e" in node.value.lower() and value.is_integer()
-        return int(value) if is_whole else value
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep)
-
-
-# The stubs know constructors of loaders only.
-_Constructor.add_constructor(  # type: ignore[type-var]
-    "tag:yaml.org,2002:float", _Constructor.construct_yaml_float
-)
-
-
-class _YamlLoader(_Constructor, yaml.SafeLoader):
-    """YAML loader in Python, whose errors quote the faulty line."""
-
-
-class _LibyamlLoader(_Constructor, yaml.composer.Composer, yaml.CSafeLoader):
-    """YAML loader that parses in C, several times as fast. Nodes are composed in Python, which
-    raises an error if they are nested too deeply.
-    """
-
-    def __init__(self, text: str) -> None:
-        yaml.CSafeLoader.__init__(self, text)
-        yaml.composer.Composer.__init__(self)
-
-
-class _YamlDumper(yaml.CSafeDumper):
-    """YAML writer that quotes texts which the loader would read as numbers."""
-
-
-YamlLoader = _YamlLoader | _LibyamlLoader
-
-# Read `20e6` and `3.0e6` as numbers, as YAML 1.2 does; in YAML 1.1 they are text.
-for _kind in (_YamlLoader, _LibyamlLoader, _YamlDumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-        list("-+.0123456789"),
-    )
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse a document to plain data. Raises yaml.YAMLError, also for values that only look like a
-    number or a date.
-    """
-    loader, root = compose(text)
-    return None if root is None else construct(lambda: loader.construct_document(root))
-
-
-def compose(text: str) -> tuple[YamlLoader, yaml.Node | None]:
-    """Return the root node of a document, and the loader that makes plain data of it. Raises
-    yaml.YAMLError.
-    """
-    with suppress(yaml.YAMLError):
-        return construct(lambda: _composed(_LibyamlLoader(text)))
-    return construct(lambda: _composed(_YamlLoader(text)))
-
-
-def _composed(loader: YamlLoader) -> tuple[YamlLoader, yaml.Node | None]:
-    return loader, loader.get_single_node()
-
-
-def dump_yaml(document: Any, **style: Any) -> str:
-    """Write a document as YAML, which `parse_yaml` reads back as equal, with keys in the same
-    order.
-    """
-    text: str = yaml.dump(document, Dumper=_YamlDumper, sort_keys=False, **style)
-    return text
-
-
-def construct(read: Callable[[], Found]) -> Found:
-    """Return the result of a loader; every error that a document can cause is a yaml.YAMLError."""
-    try:
-        return read()
-    except RecursionError:
-        raise yaml.YAMLError("nested too deeply") from None
-    except ValueError as error:
-        raise yaml.YAMLError(str(error)) from None
-    except (LookupError, TypeError, AttributeError):
-        # PyYAML does not check a value whose tag stands in the document: `!!timestamp x`, `!!set
-        # [x]`.
-        raise yaml.YAMLError("a value is not of the type that its tag names") from None
-
-
 def faults_of(error: ValidationError, model: type[Settings], *section: str) -> list[str]:
     """Return one line per mistake: the path, which begins with `section`, the value, and the
     allowed values.
@@ -227,7 +135,7 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
     if fault["type"] in ("model_type", "model_attributes_type"):
         message = "allowed: a section"
     elif fault["type"] == "string_pattern_mismatch":
-        message = pattern_in_words(fault["ctx"]["pattern"]) or message
+        message = _pattern_in_words(fault["ctx"]["pattern"]) or message
     says = f"{message[0].lower()}{message[1:]}{_range(fault, model)}{_hint(fault)}"
     return f"{path}: got {echoed(fault['input'])}; {says}"
 
@@ -273,7 +181,7 @@ def _hint(fault: Any) -> str:
     truth value or a number; empty: neither.
     """
     if fault["type"] in ("int_type", "float_type") and isinstance(fault["input"], str):
-        return number_hint(fault["input"], str(fault["loc"][-1]))
+        return _number_hint(fault["input"], str(fault["loc"][-1]))
     if fault["type"] != "string_type":
         return ""
     match fault["input"]:
@@ -315,23 +223,6 @@ def _range(fault: Any, model: type[Settings]) -> str:
     return f" (allowed: {', '.join(bounds)})" if bounds and not is_named else ""
 
 
-def yaml_fault(error: Exception, name: object) -> str:
-    """Return one line about text that is not YAML: the name of its file, with the line of the fault
-    if it is known, and what is wrong.
-    """
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    place = str(name) if mark is None else f"{name}:{mark.line + 1}"
-    return f"{place}: {yaml_reason(error)}"
-
-
-def yaml_reason(error: Exception) -> str:
-    """Return in one line what is wrong with text that is not YAML, without the name that the parser
-    gives the text.
-    """
-    reason = " ".join(str(error).split()).replace(' in "<unicode string>", ', " at ")
-    return f"not valid YAML: {reason}"
-
-
 def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:
     """Return the keys of the section in which `path` ends with an unknown key."""
     section: type[Settings] | None = model
@@ -341,6 +232,28 @@ def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[st
             section = section_of(section.model_fields[part].annotation)
     assert section is not None
     return sorted(section.model_fields)
+
+
+def _number_hint(text: str, key: str) -> str:
+    """Return how to write a text as the number of a key, whose last part is its unit; empty: not
+    known.
+    """
+    if (found := _SIZE.fullmatch(text)) is not None:
+        number, letter, binary, unit = found.groups()
+        written = f"{number}e{_POWER[letter]}"
+        if binary or unit == "bit":
+            scale = 1024 ** (_POWER[letter] // 3) if binary else 10 ** _POWER[letter]
+            written = f"{float(number) * scale / (8 if unit == 'bit' else 1):.15g}"
+        return f" (write {written}, without a unit)"
+    if (found := _TIME.fullmatch(text)) is not None and key.endswith("_s"):
+        return f" (write {float(found[1]) * _SECONDS[found[2]]:g}: {key} is in seconds)"
+    return " (without quotes)" if re.fullmatch(r"[-+0-9.eE]+", text) else ""
+
+
+def _pattern_in_words(pattern: str) -> str | None:
+    """Return what a pattern of a name allows, in words; None: the pattern is of another form."""
+    found = _NAME_PATTERN.fullmatch(pattern)
+    return found and f"allowed: letters, digits and `{found[1]}`, first a letter, a digit or `_`"
 
 
 def section_of(annotation: Any, *, in_lists: bool = True) -> type[Settings] | None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from kvrs.config.commented import KeyPath, shown_path
-from kvrs.config.settings import YamlLoader, compose, construct, yaml_fault
+from kvrs.config.document import KeyPath, YamlLoader, compose, construct, shown_path, yaml_fault
 from kvrs.errors import ConfigError
 
 # Environment variables whose values are never shown, and so may not stand in a configuration.

@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
+from kvrs.config.document import parse_yaml
 from kvrs.config.security import SecuritySettings
-from kvrs.config.settings import Settings, echoed, faults_of, parse_yaml, read_private
+from kvrs.config.settings import Settings, echoed, faults_of, read_private
 from kvrs.errors import ConfigError
 
 KEYS_ENV_NAME = "KVRS_KEYS"

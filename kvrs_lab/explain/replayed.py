@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from kvrs.config.document import parse_yaml, yaml_reason
 from kvrs.config.policy import PolicySettings
-from kvrs.config.settings import faults_of, parse_yaml, yaml_reason
+from kvrs.config.settings import faults_of
 from kvrs.core.books.incidents import Incidents
 from kvrs.core.event_log import LogEntry, handled, is_same, policies, read
 from kvrs.core.model import actions as act

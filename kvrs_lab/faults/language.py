@@ -32,7 +32,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from kvrs.config.settings import Settings, echoed, parse_yaml, reason_of, yaml_fault
+from kvrs.config.document import parse_yaml, yaml_fault
+from kvrs.config.settings import Settings, echoed, reason_of
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role

@@ -19,8 +19,8 @@ import yaml
 from msgspec import Meta
 from rich.console import Console
 
+from kvrs.config.document import dump_yaml, parse_yaml, yaml_fault
 from kvrs.config.file import Config, checked, load_source
-from kvrs.config.settings import dump_yaml, parse_yaml, yaml_fault
 from kvrs.errors import ConfigError, KvrsError, check_extras
 from kvrs.tables import output
 from kvrs_lab.report.metrics import percentile

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvrs.config.cluster import Backend
+from kvrs.config.document import parse_yaml
 from kvrs.config.file import Config, dump_config, parse_config
-from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs_lab.cli.running import _up_config

@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvrs.cli import app
+from kvrs.config.document import parse_yaml
 from kvrs.config.file import (
     Config,
     config_digest,
@@ -19,7 +20,6 @@ from kvrs.config.file import (
     read_secret,
 )
 from kvrs.config.security import SecuritySettings
-from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrs.config import settings
+from kvrs.config import document as yaml_document
 from kvrs.config.file import Config, dump_config, load_config
 from kvrs.config.presets import SystemPreset
 from kvrs.errors import ConfigError
@@ -27,7 +27,7 @@ DOCUMENTS = [
 def test_both_parsers_read_the_same(text: str) -> None:
     """Values, and the lines at which they stand."""
     found = []
-    for kind in (settings._YamlLoader, settings._LibyamlLoader):
+    for kind in (yaml_document._YamlLoader, yaml_document._LibyamlLoader):
         loader = kind(text)
         root = loader.get_single_node()
         lines = [] if root is None else lines_of(root)
@@ -58,7 +58,7 @@ def test_what_is_written_is_quoted_where_it_would_be_a_number() -> None:
     """Text of YAML 1.1 that is a number of YAML 1.2."""
     document = {"a": "20e6", "b": "1e-3", "c": "x: y", "d": 2.5, "e": None}
 
-    text = settings.dump_yaml(document)
+    text = yaml_document.dump_yaml(document)
 
-    assert settings.parse_yaml(text) == document
+    assert yaml_document.parse_yaml(text) == document
     assert "a: '20e6'" in text

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvrs.config.document import parse_yaml
 from kvrs.config.file import Config, parse_config
-from kvrs.config.settings import parse_yaml
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.vllm_servers import VllmServers
 from tests.vllm.marks import REAL_VLLM
