@@ -8,6 +8,7 @@ from typing import Any
 
 from kvrs.config.file import Config
 from kvrs.config.policy import Dispatch, PolicyName
+from kvrs.core.configured import Configured
 from kvrs.core.model.member import Health
 from kvrs.core.removal import gone, remove
 from kvrs.protocol.gpus import GpuHealth, GpuState
@@ -366,7 +367,7 @@ class Disturbances:
             proxy.after(rng.uniform(0.0, 0.5), partial(self._reload_at, proxy, after))
 
     def _reload_at(self, proxy: SimProxy, after: Config) -> None:
-        proxy.control.reload(after, self._cluster.clock.now_s)
+        proxy.control.reload(Configured.of(after), self._cluster.clock.now_s)
 
 
 def _with_time(call: Callable[[float], None], clock: Clock) -> None:

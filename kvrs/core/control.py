@@ -12,13 +12,12 @@ from typing import Generic, Protocol, TypeVar, assert_never
 
 import msgspec
 
-from kvrs.config.cluster import Backend
-from kvrs.config.file import Config
-from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome, slot_share
+from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
 from kvrs.core.books.leases import FenceTable, Leases
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.books.prompt_lengths import PromptLengths
+from kvrs.core.configured import Configured
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, Replays
@@ -104,7 +103,7 @@ class Control(Generic[S]):
 
     def __init__(
         self,
-        config: Config,
+        configured: Configured,
         *,
         run_id: str,
         shell: Shell[S],
@@ -114,12 +113,12 @@ class Control(Generic[S]):
         """`run_id` names this run of the proxy. With `runs_self_tests` the shell carries out tests.
         `trace` gets every event with the policy's answer, before any of it is performed.
         """
-        self.instances = Instances(config)
+        self.instances = Instances(configured)
         self.streams: dict[StreamId, S] = {}
         self.policy = RecoveryPolicy(
-            config.policy,
-            config.slo,
-            config.ordered_backup,
+            configured.policy,
+            configured.slo,
+            configured.backup,
             member_of=lambda up: self.instances.known[up.info.id],
             agent_of=lambda up: self.agents.known[up.holder],
             stream_of=self.streams.__getitem__,
@@ -127,30 +126,30 @@ class Control(Generic[S]):
         self.self_tests = SelfTests(
             self.instances.known,
             enabled=runs_self_tests,
-            tests_kv=config.cluster.backend is not Backend.DISTSERVE,
-            prefill_generates=config.cluster.backend is Backend.VLLM,
+            tests_kv=configured.tests_kv,
+            prefill_generates=configured.prefill_generates,
             loads_rows_of=self.policy.loads_rows_of,
         )
-        self.agents = Agents.of(config)
-        self.leases = Leases(config.transfer.lease_s)
+        self.agents = Agents(configured.agents)
+        self.leases = Leases(configured.lease_s)
         self.lengths = PromptLengths()
         self.checkpoints = CheckpointHolds(
-            config, self.agents, self.instances, self.streams, self.tell
+            configured, self.agents, self.instances, self.streams, self.tell
         )
         self.slots = AgentSlots(
             run_id,
             self.policy.state.slots,
             self.agents,
             self.instances,
-            config.transfer.lease_s,
-            slot_share(config),
+            configured.lease_s,
+            configured.slot_share,
             shell.count_slot,
         )
-        self.progress = InstanceProgress(self.instances, config.proxy.token_gap_s, self.policy)
+        self.progress = InstanceProgress(self.instances, configured.token_gap_s, self.policy)
         self.fences = FenceTable()
         self.drains = Drains(self.instances, self.produced_on, self.tell)
         self._links = LinkBounds()
-        self._has_peers = bool(config.proxy.peers)
+        self._has_peers = configured.has_peers
         self.gpus = Gpus(self.instances.known)
         self._shell = shell
         self._trace = trace
@@ -557,9 +556,9 @@ class Control(Generic[S]):
         self._shell.instance_changed(event)
         self.tell(event, now_s)
 
-    def reload(self, after: Config, now_s: float) -> None:
+    def reload(self, after: Configured, now_s: float) -> None:
         """Apply sections `policy` and `slo` of `after`; open streams and learned values stay."""
-        self.slots.reload(slot_share(after))
+        self.slots.reload(after.slot_share)
         self.tell(ev.SettingsReloaded(after.policy, after.slo), now_s)
 
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:

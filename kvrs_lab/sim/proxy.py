@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.configured import Configured
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
 from kvrs.core.fleet.tested import Continues, Generated, SelfTest, TokensTest, TransferTest
@@ -57,7 +58,7 @@ class SimProxy:
         self.slot_outcomes: Counter[SlotOutcome] = Counter()
         shell = SimShell(self)
         self.control = Control[SimStream](
-            config,
+            Configured.of(config),
             run_id=name,
             shell=shell,
             trace=shell.trace,

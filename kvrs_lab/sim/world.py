@@ -11,6 +11,7 @@ from typing import assert_never
 
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.configured import Configured
 from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.process.garbage import collect_seldom
@@ -116,7 +117,7 @@ class World:
         self.cluster.draft_model = draft_model
         before, now_s = self.cluster.config, self.cluster.clock.now_s
         for proxy in self.cluster.serving if config.policy != before.policy else ():
-            proxy.control.reload(config, now_s)
+            proxy.control.reload(Configured.of(config), now_s)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

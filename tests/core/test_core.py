@@ -11,6 +11,7 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.config.profiles import ProfileSettings
 from kvrs.core.attempt import Attempt
+from kvrs.core.configured import Configured
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import Instances
 from kvrs.core.model import actions as act
@@ -41,7 +42,7 @@ class Driver:
         self.performed: list[tuple[str, Any]] = []  # Names of the shell's methods, and arguments.
         self.events: list[ev.Event] = []
         self.control = Control[SimStream](
-            config,
+            Configured.of(config),
             run_id="test",
             shell=self,
             trace=self.trace,
@@ -345,7 +346,10 @@ def test_an_adopted_stream_holds_what_is_still_there() -> None:
 def test_a_role_that_was_never_up_may_have_any_name() -> None:
     """Names that the instances of the other role serve are taken before it comes up."""
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
-    instances, infos = Instances(config), Driver(names=ModelNames(("alias",))).control.instances
+    instances, infos = (
+        Instances(Configured.of(config)),
+        Driver(names=ModelNames(("alias",))).control.instances,
+    )
 
     instances.accept(instances.known[D0], infos.known[D0].info)
 
@@ -359,7 +363,10 @@ def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
     name = "opt-13b-a100-distserve-tp1"
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
     config = config.model_copy(update={"profiles": ProfileSettings(prefill=name)})
-    instances, infos = Instances(config), Driver(own_prefill=True).control.instances.known
+    instances, infos = (
+        Instances(Configured.of(config)),
+        Driver(own_prefill=True).control.instances.known,
+    )
 
     accepted = [
         instances.accept(instances.known[each], infos[each].info).prefill for each in (P0, D0)
@@ -379,7 +386,8 @@ def test_a_named_table_of_the_model_alone_gets_the_part_of_a_step_that_an_engine
     path = write_profile(profile, tmp_path / "named.json")
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
     config = config.model_copy(update={"profiles": ProfileSettings(prefill=str(path))})
-    instances, info = Instances(config), Driver().control.instances.known[P0].info
+    instances = Instances(Configured.of(config))
+    info = Driver().control.instances.known[P0].info
     prefill = msgspec.structs.replace(info.prefill, engine_step_s=0.004)
 
     accepted = instances.accept(instances.known[P0], msgspec.structs.replace(info, prefill=prefill))
@@ -428,7 +436,10 @@ def test_a_decode_instance_without_its_prefill_is_one_that_fetches(pulls: bool) 
     calls.
     """
     config = make_config([P0, D1], PolicySettings(), SloSettings(), BackupSettings())
-    instances, known = Instances(config), Driver(own_prefill=True).control.instances.known
+    instances, known = (
+        Instances(Configured.of(config)),
+        Driver(own_prefill=True).control.instances.known,
+    )
     described = known[D1].info
     assert described is not None
     capabilities = [Capability.PULL_PAGES] if pulls else []

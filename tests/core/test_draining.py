@@ -3,6 +3,7 @@
 import pytest
 
 from kvrs.config.file import parse_config
+from kvrs.core.configured import Configured
 from kvrs.core.fleet.drains import Drains, NodeFault
 from kvrs.core.fleet.known import Instances
 from kvrs.core.kv_locations import is_left_at
@@ -223,7 +224,9 @@ def test_a_fault_of_a_node_drains_until_it_is_over() -> None:
     """
     told: list[ev.Event] = []
     config = parse_config({})
-    drains = Drains(Instances(config), lambda _: {}, lambda event, _: told.append(event))
+    drains = Drains(
+        Instances(Configured.of(config)), lambda _: {}, lambda event, _: told.append(event)
+    )
     cordoned, pressed = NodeFault("its node is cordoned", 30.0), NodeFault("pressure", 0.0)
 
     drains.begin(D1, 60.0, 0.0)
@@ -246,7 +249,9 @@ def test_an_operator_overrules_a_fault_of_a_node() -> None:
     """Until the node has another fault, or had none in between."""
     told: list[ev.Event] = []
     config = parse_config({})
-    drains = Drains(Instances(config), lambda _: {}, lambda event, _: told.append(event))
+    drains = Drains(
+        Instances(Configured.of(config)), lambda _: {}, lambda event, _: told.append(event)
+    )
     cordoned, pressed = NodeFault("its node is cordoned", 30.0), NodeFault("pressure", 0.0)
 
     drains.follow_nodes({D0: cordoned}, 0.0)

@@ -9,6 +9,7 @@ import pytest
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.configured import Configured
 from kvrs.core.fleet.known import Instances
 from kvrs.core.fleet.silence import (
     SHORTEST_SILENCE_S,
@@ -117,7 +118,7 @@ def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
     """
     policy = NoPolicy()
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
-    progress = InstanceProgress(Instances(config), 10.0, policy)
+    progress = InstanceProgress(Instances(Configured.of(config)), 10.0, policy)
     arrival = Arrival(0.0, (1, 2), 9, is_text=False, is_keyed=False)
     live = LiveStream(StreamId("s"), journal=Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]))
 
@@ -199,6 +200,6 @@ def test_a_call_without_a_prediction_is_given_up_only_where_others_stand_still()
 
 def progress_at_d0() -> tuple[InstanceProgress, Member]:
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
-    instances = Instances(config)
+    instances = Instances(Configured.of(config))
     instances.known[D0].prefill = TABLE
     return InstanceProgress(instances, 10.0, NoPolicy()), instances.known[D0]

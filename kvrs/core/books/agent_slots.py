@@ -13,7 +13,6 @@ from enum import StrEnum
 
 import msgspec
 
-from kvrs.config.file import Config
 from kvrs.core.books.waiting import HeldSlot, SlotBook
 from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model.member import Health
@@ -52,11 +51,6 @@ class _Outbox:
     acquire: list[SlotRequest] = field(default_factory=list)
 
 
-def slot_share(config: Config) -> int:
-    """Return the proxy's share of a target's slots while no agent arbitrates."""
-    return config.policy.slots_max // (1 + sum(1 for _ in config.proxy.every_peer()))
-
-
 class AgentSlots:
     """Asks agents for slots and applies their answers. `count` gets the outcome of every request
     and of every lost slot.
@@ -72,7 +66,9 @@ class AgentSlots:
         share: int,
         count: Callable[[SlotOutcome], None],
     ) -> None:
-        """`owner` is unique to this process; `share` is the result of `slot_share`."""
+        """`owner` is unique to this process; `share`: slots of a target that are
+        this proxy's while no agent arbitrates.
+        """
         self._owner = owner
         self._book = book
         book.released = self._release

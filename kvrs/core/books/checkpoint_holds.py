@@ -9,8 +9,8 @@ need no reservation.
 from collections.abc import Callable, Mapping, Sequence
 
 from kvrs.config.backup import BackupMode
-from kvrs.config.file import Config
 from kvrs.core.books.leases import Leases
+from kvrs.core.configured import Configured
 from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -31,7 +31,7 @@ class CheckpointHolds:
 
     def __init__(
         self,
-        config: Config,
+        configured: Configured,
         agents: Agents,
         instances: Instances,
         streams: Mapping[StreamId, LiveStream],
@@ -39,9 +39,9 @@ class CheckpointHolds:
     ) -> None:
         self.agents = agents
         # Reserved room is scarce: releases go with the next message to the agents.
-        self.leases = Leases(config.transfer.lease_s, release_s=config.proxy.load_interval_s)
-        self._mode = config.ordered_backup.mode
-        by_itself = config.backup.mode is not self._mode
+        self.leases = Leases(configured.lease_s, release_s=configured.load_interval_s)
+        self._mode = configured.backup.mode
+        by_itself = configured.engine_keeps_kv
         self._why_none = "SGLang keeps KV by itself" if by_itself else "backup.mode is off"
         self._instances = instances
         self._streams = streams

@@ -9,7 +9,7 @@ from math import inf
 
 import msgspec
 
-from kvrs.config.file import Config
+from kvrs.core.configured import Configured
 from kvrs.core.fleet.names import ServedName, served_names
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -47,20 +47,20 @@ class Replays(Enum):
 
 
 class Instances:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, configured: Configured) -> None:
         self.known = {
-            instance.id: Member(instance.id, node.id, instance.role, instance.group)
-            for node, instance in config.cluster.instances()
+            each.id: Member(each.id, each.node, each.role, each.group)
+            for each in configured.instances
         }
-        self.served_name = config.cluster.served_name
+        self.served_name = configured.served_name
         # Decode instances compute all prompts, so no prefill instance is missing.
-        self.decodes_only = config.cluster.roles == {Role.DECODE}
+        self.decodes_only = configured.decodes_only
         # The prefill table that the settings name; an unknown name is an error at the start.
-        name = config.profiles.prefill
+        name = configured.prefill_profile
         self._table = prefill_table(name) if name else None
         # A table of the model alone lacks the engine's part of a step, which instances measure.
         self._lacks_engine = name is not None and not engine_step_s(name)
-        self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
+        self._overdue_s = overdue_after_s(configured.load_interval_s)
         # Fingerprint of the served model; empty: not known yet. All instances must have it: a
         # stream continues exactly only on equal weights.
         self.fingerprint = ""
@@ -331,11 +331,6 @@ class Agents:
     def __init__(self, nodes: Mapping[InstanceId, NodeId]) -> None:
         self.known = {name: Agent(name, node) for name, node in nodes.items()}
         self.by_node = {known.node: known for known in self.known.values()}
-
-    @classmethod
-    def of(cls, config: Config) -> "Agents":
-        nodes = config.cluster.nodes if config.agents_run else []
-        return cls({node.agent_id: node.id for node in nodes})
 
     def add(self, agent: InstanceId, node: NodeId) -> Agent:
         known = self.known[agent] = self.by_node[node] = Agent(agent, node)

@@ -10,7 +10,7 @@ import msgspec
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
-from kvrs.core.books.agent_slots import slot_share
+from kvrs.core.configured import Configured
 from kvrs.core.event_log import header_line
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
@@ -174,7 +174,7 @@ def policy_part(reloads: Reloads, driver: Driver) -> ReloadingPart:
         used = reloads.config
         if (config.policy, config.slo) == (used.policy, used.slo):
             return None
-        return lambda: driver.control.reload(config, driver.clock())
+        return lambda: driver.control.reload(Configured.of(config), driver.clock())
 
     return ReloadingPart("policy", prepare, ("policy", "slo"))
 
@@ -204,7 +204,7 @@ def peers_part(
             added = [after[name] for name in after.keys() - before.keys()]
             for peer in links.new_peers(added).values():
                 mirror.peers.add(peer)
-            driver.control.slots.reload(slot_share(config))
+            driver.control.slots.reload(Configured.of(config).slot_share)
 
         return apply
 

@@ -13,6 +13,7 @@ from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.incidents import Incidents
+from kvrs.core.configured import Configured
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.fleet.transfers import AbortedTransfers, aborted_transfers
@@ -98,7 +99,7 @@ class Driver:
         self._event_log = event_log
         self._wall_clock = wall_clock
         self.control = control = Control[OpenStream](
-            config,
+            Configured.of(config),
             run_id=self.run_id,
             shell=self,
             runs_self_tests=config.proxy.self_test,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.file import parse_config
+from kvrs.core.configured import Configured
 from kvrs.core.fleet.known import Instances
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId
@@ -155,7 +156,7 @@ def test_whatever_the_order_of_reports_all_that_is_believed_is_of_one_model(
     reports: list[tuple[str, str | None]],
 ) -> None:
     """The first accepted one's; and no report of another one is accepted. None: it goes down."""
-    instances = Instances(parse_config(document("/m", {"p0": 1, "d0": 2, "d1": 3})))
+    instances = Instances(Configured.of(parse_config(document("/m", {"p0": 1, "d0": 2, "d1": 3}))))
     files, first = ModelFiles(None), ""
     for name, root in reports:
         known = instances.known[InstanceId(name)]
