@@ -15,8 +15,7 @@ from math import inf
 from typing import Any
 
 from kvrs.gossip.facts import Event
-from kvrs.gossip.node import TOMBSTONE_S, Gossip
-from kvrs.gossip.sender import Send
+from kvrs.gossip.swim import TOMBSTONE_S, Gossip, Send
 from kvrs.gossip.wire import MAX_PACKET_BYTES, Packet, decode, encode
 from kvrs.ids import NodeId
 

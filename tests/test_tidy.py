@@ -74,11 +74,7 @@ PURE = {
     *(f"kvrs.{name}" for name in ("protocol", "config", "core", "profiles")),
     "kvrs.process.private_files",
     *(f"kvrs.transfer.{name}" for name in (*("meter", "limiter", "send_faults", "store.book"),)),
-    *(f"kvrs.gossip.{name}" for name in ("authenticator", "detector", "exchange", "facts")),
-    *(
-        f"kvrs.gossip.{name}"
-        for name in ("members", "node", "parameters", "probes", "sender", "wire")
-    ),
+    *(f"kvrs.gossip.{name}" for name in ("authenticator", "facts", "members", "swim", "wire")),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
     *(f"kvrs.proxy.mirror.{name}" for name in ("book", "ending", "outbox", "records", "roles")),
     *(f"kvrs_engine.{name}" for name in ("scheduling", "elastic")),

@@ -29,7 +29,6 @@ from msgspec.structs import asdict
 from kvrs.config.settings import is_numeric
 from kvrs.errors import GossipError
 from kvrs.gossip.authenticator import RUN_BYTES, Address, Keyring, PacketAuthenticator
-from kvrs.gossip.exchange import RECONNECT_INTERVALS
 from kvrs.gossip.facts import (
     Event,
     Fact,
@@ -39,8 +38,7 @@ from kvrs.gossip.facts import (
     Superseded,
 )
 from kvrs.gossip.members import Facts, Member
-from kvrs.gossip.node import Gossip
-from kvrs.gossip.sender import Send
+from kvrs.gossip.swim import RECONNECT_INTERVALS, Gossip, Send
 from kvrs.gossip.transport import Transport
 from kvrs.gossip.wire import MemberUpdate, Push, Status, decode, encode
 from kvrs.ids import NodeId

@@ -3,8 +3,7 @@
 import random
 from typing import TypeVar
 
-from kvrs.gossip.node import Gossip
-from kvrs.gossip.sender import Send
+from kvrs.gossip.swim import Gossip, Send
 from kvrs.gossip.wire import MemberUpdate, Packet, Ping, PingReq, Push, Status
 from kvrs.ids import NodeId
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kvrs.gossip.detector import SUSPICION_MAX_MULT, SUSPICION_MULT, Suspicion
 from kvrs.gossip.facts import MemberChanged
-from kvrs.gossip.probes import HEALTH_MAX
+from kvrs.gossip.swim import HEALTH_MAX, SUSPICION_MAX_MULT, SUSPICION_MULT, Suspicion
 from kvrs.gossip.wire import Ack, IndirectAck, Nack, Ping, PingReq, Push, Status
 from kvrs.ids import NodeId
 from tests.gossip.gossip_cluster import (

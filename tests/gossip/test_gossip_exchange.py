@@ -5,9 +5,9 @@ import random
 import pytest
 
 from kvrs.errors import GossipError
-from kvrs.gossip import exchange
+from kvrs.gossip import swim
 from kvrs.gossip.facts import FactKind, FailureFact, HolderFact, InstanceFact, SlotsFact
-from kvrs.gossip.node import Gossip
+from kvrs.gossip.swim import Gossip
 from kvrs.gossip.wire import (
     MAX_ENTRIES,
     MAX_PACKET_BYTES,
@@ -241,7 +241,7 @@ def test_long_dead_members_are_not_sent_to_nodes_that_forgot_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After half of `FORGET_S` they are left out, otherwise they would circulate for ever."""
-    monkeypatch.setattr(exchange, "FORGET_S", 20.0)
+    monkeypatch.setattr(swim, "FORGET_S", 20.0)
     net = cluster(3)
     net.run(5.0)
     node, dead = net.nodes[NodeId("n0")], net.nodes[NodeId("n2")]

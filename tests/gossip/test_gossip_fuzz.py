@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrs.gossip import detector, wire
-from kvrs.gossip.node import Gossip
+from kvrs.gossip import swim, wire
+from kvrs.gossip.swim import Gossip
 from kvrs.gossip.wire import Packet, Status, decode, encode
 from kvrs.ids import NodeId
 from kvrs_testkit.examples import examples
@@ -18,7 +18,7 @@ MEMBERS_MAX = 4
 
 @pytest.fixture(autouse=True)
 def _small_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detector, "MEMBERS_MAX", MEMBERS_MAX)
+    monkeypatch.setattr(swim, "MEMBERS_MAX", MEMBERS_MAX)
 
 
 nodes = st.sampled_from(NAMES)

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from kvrs.gossip import detector, exchange
+from kvrs.gossip import swim
 from kvrs.gossip.facts import MemberChanged, Superseded
 from kvrs.gossip.members import Member, Members
-from kvrs.gossip.node import Gossip
+from kvrs.gossip.swim import Gossip
 from kvrs.gossip.wire import MemberUpdate, Push, Status
 from kvrs.ids import NodeId
 from tests.gossip.gossip_cluster import (
@@ -147,7 +147,7 @@ def test_a_full_table_forgets_only_dead_members_for_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An invented name never removes a member that is alive."""
-    monkeypatch.setattr(detector, "MEMBERS_MAX", 4)
+    monkeypatch.setattr(swim, "MEMBERS_MAX", 4)
     system = GossipCluster(B, C, D)
     system.receive(B, alive(E))
     assert E not in system.node.members
@@ -160,7 +160,7 @@ def test_a_full_table_forgets_only_dead_members_for_new_ones(
 
 def test_dead_members_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """After `FORGET_S`; long before they are not sent any more."""
-    monkeypatch.setattr(exchange, "FORGET_S", 20.0)
+    monkeypatch.setattr(swim, "FORGET_S", 20.0)
     system = GossipCluster(B, C)
     system.receive(B, dead(C, B))
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvrs.gossip import detector, membership
+from kvrs.gossip import membership, swim
 from kvrs.gossip.facts import FactKind, HolderFact, LinkFact, Superseded
 from kvrs.gossip.membership import Membership, parse_address
 from kvrs.gossip.wire import Status
@@ -97,7 +97,7 @@ async def test_the_older_of_two_processes_with_one_name_stops_and_reports_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does not go on alone, with all others declared dead because its packets are rejected."""
-    monkeypatch.setattr(detector, "_STARTUP_INTERVALS", 0.0)
+    monkeypatch.setattr(swim, "_STARTUP_INTERVALS", 0.0)
     async with gathering() as system:
         one, older = await system.add(A), await system.add(B)
         await until(lambda: B in statuses(one) and A in statuses(older))
