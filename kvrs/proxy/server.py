@@ -148,7 +148,7 @@ class Proxy:
             parts.fleet.run(),
             keep(TaskKind.LEASES, driver.leases.run),
             keep(TaskKind.CHECKPOINT_LEASES, driver.checkpoint_leases.run),
-            keep(TaskKind.SLOTS, driver.context.slots.run),
+            keep(TaskKind.SLOTS, driver.slots.run),
             keep(TaskKind.SELF_TESTS, SelfTester(driver, driver.clock).run),
             keep(TaskKind.KEYS, parts.tenants.run),
             keep(TaskKind.FLEET, parts.services.run),

@@ -304,7 +304,7 @@ class Admissions:
                 has_tokenizer=self._driver.tokenizer.available,
                 continues=continues,
                 penalises_prompt=not is_sglang,
-                parses_reasoning=self._driver.context.parsers.reasoning,
+                parses_reasoning=self._driver.parsers.reasoning,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
             # SGLang's chats have no ids, by which its processor could be told the known output.
@@ -395,7 +395,7 @@ class Admissions:
                         replays=call.replays,
                         never_as_text=call.never_as_text,
                         has_generator=call.has_generator,
-                        has_plain_answers=bool(self._driver.context.parsers.plain_answers),
+                        has_plain_answers=bool(self._driver.parsers.plain_answers),
                         can_begin_again=not one.request.stream,
                         is_strict=self._settings.inexact is Inexact.REFUSE,
                         asks_usage=not one.request.stream or wants_usage,

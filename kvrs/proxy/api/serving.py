@@ -124,7 +124,7 @@ class Serving:
 
     async def _respond_whole(self, call: ClientCall) -> tuple[Outcome, Response]:
         journals = call.journals
-        clients = [WholeClient(self._driver.context.parsers) for _ in journals]
+        clients = [WholeClient(self._driver.parsers) for _ in journals]
         outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
         make = partial(answer, call.parsed, journals, clients, call.echoes)
         return whole_response(outcome, make, call.head())

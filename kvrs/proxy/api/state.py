@@ -129,7 +129,7 @@ def _instance(
         "prefix_hits": _prefix_hits(known, driver),
         "hand_offs": _hand_offs(known, driver),
         # Given-up calls of this proxy that are kept until their KV has stopped moving.
-        "detached_pairs": driver.context.detached.at.get(known.id, 0),
+        "detached_pairs": driver.detached.at.get(known.id, 0),
         "speculation": load.get("speculation"),
         # None: the model has no experts, or the instance one process.
         "experts": load.get("experts"),

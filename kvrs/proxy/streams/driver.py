@@ -1,21 +1,29 @@
-"""Driver of the core: it performs the core's decisions about streams with tasks, timers and
-clients.
+"""Driver of the core, and the calls of an attempt: the core's decisions about streams are performed
+with tasks, timers, clients, and calls to engines and agents.
 """
 
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import assert_never
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, assert_never
+
+import msgspec
 
 from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
+from kvrs.config.proxy import Inexact
+from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.incidents import Incidents
 from kvrs.core.configured import Configured
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import all_refused
+from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.fleet.transfers import AbortedTransfers, aborted_transfers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -24,26 +32,52 @@ from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.live_stream import Outcome as CoreOutcome
 from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import DeathCause
+from kvrs.errors import ConfigError, KvrsError, UndecodableError, UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.eager_task import EagerTask
 from kvrs.protocol.instance import InstanceInfo, LoadReport, Role
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend
-from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
+from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call, store_load
 from kvrs.proxy.backends.model_files import ModelFiles
+from kvrs.proxy.backends.rendering import tokenize_call, tokenized_ids
 from kvrs.proxy.fleet.leases import LeaseSender
-from kvrs.proxy.streams.attempts import AttemptCalls
-from kvrs.proxy.streams.clients import Client
-from kvrs.proxy.streams.context import AttemptContext, blame_refusers
+from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
+from kvrs.proxy.streams.answer_reader import Told
+from kvrs.proxy.streams.clients import Client, ClientGoneError
+from kvrs.proxy.streams.continuation import Continuation, EngineText, is_answer_plain
+from kvrs.proxy.streams.detached import DetachedPairs
 from kvrs.proxy.streams.event_log import EventLog
+from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase
+from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase, failed_by
 from kvrs.proxy.streams.recoveries import RecoveryLog
-from kvrs.proxy.streams.responses import BeginsAgain
+from kvrs.proxy.streams.relay import ErrorEventError, Relay
+from kvrs.proxy.streams.responses import BeginsAgain, Parsers, WholeClient
+from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
+from kvrs.proxy.wire.errors import (
+    BusyError,
+    ConnectionLostError,
+    DeniedError,
+    DifferentOutputError,
+    EngineError,
+    NotANumberError,
+    NotConnectedError,
+)
+from kvrs.proxy.wire.exactness import WEIGHTS, is_plain_chat
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.requests import CURRENT
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog
+
+if TYPE_CHECKING:
+    from kvrs.proxy.streams.spans import CallSpan, RequestTrace
 
 log = logging.getLogger(__name__)
+
+_NO_SPAN = nullcontext()
 
 # `Retry-After` for clients if every instance is refused: an operator must repair the instances
 # first.
@@ -67,6 +101,12 @@ _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
 _NOT_AGAIN = (act.Reason.POISON, act.Reason.DENIED)
 # Reasons of refusals of new requests, which are counted but not logged individually.
 _SHED = (act.Reason.OVERLOADED,)
+
+
+# Number of streams, cut by one death, that call in one turn of the event loop: about a
+# millisecond's work. With one per turn, the last stream would call when nearly all answers to the
+# others are handled.
+CALLS_IN_TURN = 8
 
 
 class Driver:
@@ -105,18 +145,21 @@ class Driver:
             runs_self_tests=config.proxy.self_test,
             trace=self._trace,
         )
-        self.context = AttemptContext(
-            config,
-            control,
-            backends,
-            agent_backends,
-            self._files,
-            self.recoveries,
-            metrics,
-            clock,
-        )
-        self.tokenizer = self.context.tokenizer
-        self.end_watch = self.context.end_watch
+        self.tokenizer = LazyTokenizer(self._files)
+        self.parsers = Parsers()
+        # vLLM parses reasoning and tool calls differently in streams and in whole answers, so it is
+        # asked for a whole answer with these in one piece.
+        self.is_vllm = self.engine is Engine.VLLM
+        self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
+        self.slots = SlotSender(control.slots, agent_backends)
+        self.hand_offs = GivenUpHandOffs(control.instances, backends, metrics.hand_offs, clock)
+        self.detached = DetachedPairs(control, metrics.detached_pairs, clock)
+        self.turns = asyncio.Semaphore(CALLS_IN_TURN)
+        # Functions by instance that treat its silence as its end, and return False if the silence
+        # is too short for that.
+        self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
+        # HTTP status of the last busy answer of any instance; 503 before the first.
+        self.busy_status = 503
         self.leases = LeaseSender(
             control.leases, backends, control.instances.is_up, control.retention_lost, clock
         )
@@ -250,12 +293,12 @@ class Driver:
             failure = out_of_time("first token", self.request_timeout_s)
             is_recovering = live.recovery.failed_at_s is not None
             cause = "no token came within proxy.request_timeout_s" if is_recovering else ""
-            self.context.fail(live, failure, cause)
+            self.fail(live, failure, cause)
 
     def end_early(self, stream: StreamId, failure: Failed) -> None:
         """End a stream for a reason of the proxy's own; do nothing if it has ended."""
         if (live := self.streams.get(stream)) is not None:
-            self.context.fail(live, failure)
+            self.fail(live, failure)
 
     async def close(self) -> None:
         """End every stream with an explicit error, and wait for the tasks of all streams."""
@@ -263,7 +306,7 @@ class Driver:
             handle.cancel()
         body = error_body("the proxy is shutting down", kind="server_error", code="shutting_down")
         for live in list(self.streams.values()):
-            self.context.fail(live, Failed(503, body, retry_after_s=1.0))
+            self.fail(live, Failed(503, body, retry_after_s=1.0))
         if self._tasks:
             self._quiet = asyncio.get_running_loop().create_future()
             for task in self._tasks:
@@ -271,9 +314,9 @@ class Driver:
             await self._quiet
             self._quiet = None
         self.recoveries.close()
-        await self.context.slots.close()
-        await self.context.detached.close()
-        await self.context.hand_offs.close()
+        await self.slots.close()
+        await self.detached.close()
+        await self.hand_offs.close()
 
     def begin_attempt(self, live: OpenStream, plan: act.Plan, *, gives_end: bool = False) -> None:
         if not gives_end:
@@ -282,7 +325,7 @@ class Driver:
         # The client has just left: its stream ends when the stream's own task runs.
         if live.outcome.done():
             return
-        work = AttemptCalls(live, plan, self.context).run(gives_end=gives_end)
+        work = AttemptCalls(live, plan, self).run(gives_end=gives_end)
         live.task = task = EagerTask(work, self._task_ended)
         self._tasks[task] = live
         # The task of a stream that is opening begins in `run`, after all decisions that belong
@@ -299,6 +342,67 @@ class Driver:
         if journal.can_begin_again and journal.begins_again and isinstance(client, BeginsAgain):
             journal.begin_again()
             client.begin_again()
+
+    @property
+    def penalises_chats(self) -> bool:
+        """Return whether the model's own defaults give chats a `repetition_penalty`."""
+        model = self._files.served
+        return model is not None and model.default_sampling.get("repetition_penalty", 1) != 1
+
+    def suspect_instance(self, instance: InstanceId) -> bool:
+        """Handle an instance's long silence, which may concern several streams; return whether the
+        instance is given up.
+
+        A hanging instance sends nothing at all. So its streams are decided together, and it is
+        fenced when it wakes.
+        """
+        end_watch = self.end_watch.get(instance)
+        if end_watch is None or self.control.progress.is_heard(instance, self.clock()):
+            return False
+        return end_watch()
+
+    def resumed(self, attempt: Attempt[OpenStream]) -> None:
+        if attempt.live.refused_by:
+            blame_refusers(self._metrics, attempt.live)
+        attempt.resumed(self.clock())
+        if attempt.live.id in self.recoveries.running:
+            self.recoveries.resumed(attempt.live.id, attempt.number)
+
+    def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
+        match event:
+            case ev.SlotDenied():
+                self.recoveries.settle(live.id, "denied")
+            case ev.AttemptFailed(instance=instance, cause=cause):
+                extra = {
+                    "stream": live.id,
+                    "attempt": event.attempt,
+                    "instance": instance,
+                    "cause": cause,
+                }
+                is_doubted = event.failure in (ev.FailureKind.REFUSED, ev.FailureKind.ERROR)
+                if is_doubted and not live.journal.output_ids:
+                    log.info("attempt refused", extra=extra)
+                    live.refused_by = (*live.refused_by, instance)
+                elif event.failure is ev.FailureKind.DIFFERS:
+                    log.info("output differs", extra=extra)
+                else:
+                    log.warning("attempt failed", extra=extra)
+                    self._metrics.failures.labels(instance).inc()
+        # The task that reports here is ending by itself, so it must not be cancelled.
+        live.task = None
+        self.control.attempt_over(live, event, self.clock())
+
+    def completed(self, live: OpenStream) -> None:
+        # Do not cancel the task: it still reads the last bytes of the response, so that the
+        # connection can be reused.
+        live.task = None
+        self.control.end(live, Complete(), self.clock())
+
+    def fail(self, live: OpenStream, failure: Failed, cause: str = "") -> None:
+        """End the stream with this failure. `cause`: as in `StreamEnded`."""
+        if not live.outcome.done():
+            live.outcome.set_result(failure)
+        self.control.close(live, self.clock(), cause)
 
     def catch_up_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self.control.catch_up)
@@ -379,7 +483,7 @@ class Driver:
                         "cause": outcome.message,
                     }
                     log.warning("stream given up", extra=extra)
-                status = _STATUS.get(outcome.reason, self.context.busy_status)
+                status = _STATUS.get(outcome.reason, self.busy_status)
                 kind = _KINDS.get(status, "server_error")
                 message = outcome.message
                 if outcome.reason is act.Reason.NO_INSTANCE:
@@ -442,7 +546,525 @@ class Driver:
                 assert_never(event)
 
 
+def blame_refusers(metrics: Metrics, live: OpenStream) -> None:
+    """Count the refusals of a request that turned out not to be at fault as failures of the
+    instances.
+    """
+    for instance in live.refused_by:
+        extra = {"stream": live.id, "instance": instance}
+        log.warning("refused a request that is not at fault", extra=extra)
+        metrics.failures.labels(instance).inc()
+    live.refused_by = ()
+
+
 def out_of_time(what: str, limit_s: float | None) -> Failed:
     """Failure of a request that got no `what` within `proxy.request_timeout_s`, here `limit_s`."""
     message = f"no {what} came within {limit_s:g} s (proxy.request_timeout_s)"
     return Failed(504, error_body(message, kind="server_error", code="timeout"))
+
+
+class AttemptCalls:
+    """The calls of one attempt, in a task that is cancelled when a later attempt takes over."""
+
+    __slots__ = (
+        *("_attempt", "_driver", "_hand_off", "_instances", "_live", "_relay", "_rows"),
+        *("_span", "_trace"),
+    )
+
+    def __init__(self, live: OpenStream, plan: act.Plan, driver: Driver) -> None:
+        self._attempt = Attempt(driver.control, live, plan)
+        self._live = live
+        self._driver = driver
+        self._instances = driver.control.instances
+        request = live.journal.request
+        self._trace: RequestTrace | None = None if request is None else request.trace
+        # Span of the decode call; None: no call yet, or not traced.
+        self._span: CallSpan | None = None
+        # Reader of the decode call's answer; None: the call does not run.
+        self._relay: Relay | WholeAnswer | None = None
+        # Hand-off of an engine without leases of the proxy, until it is fetched; else None.
+        self._hand_off: HandOff | None = None
+        self._rows: RowLoad | None = None  # Rows that the decode call loads; None: no rows.
+
+    async def run(self, *, gives_end: bool = False) -> None:
+        """Run the attempt. With `gives_end`, send the client the missing end of a stream that has
+        all its ids, which needs no engine.
+        """
+        attempt, live, driver = self._attempt, self._live, self._driver
+        try:
+            work: _Work | None = self._end_alone() if gives_end else self._produce()
+            while work is not None:
+                work = await work
+        except RefusedError as error:
+            self._blame_prefill(error)
+            live.refusal = Failed(error.status, error.body, rejected=True)
+            self._over(attempt.failure(CallFault.REFUSED, str(error), final=error.is_final))
+        except SlotDeniedError as error:
+            self._over(attempt.denial(error.wait_s))
+        except (ClientGoneError, UndecodableError) as error:
+            driver.fail(live, failed_by(error))
+        except ConfigError as error:
+            driver.control.end(live, CannotContinue(str(error)), driver.clock())
+        except UpstreamError as error:
+            await self._failed(error)
+        finally:
+            self._give_up_hand_off()
+
+    async def _failed(self, error: UpstreamError) -> None:
+        """Report the failure of a call, after a delay if news of its instance may follow."""
+        attempt, live, driver = self._attempt, self._live, self._driver
+        self._blame_prefill(error)
+        if self._hand_off is not None and isinstance(error, BusyError | DeniedError):
+            # A gateway may have answered before any engine had the hand-off, so its blocks must be
+            # freed.
+            self._hand_off.is_sent = False
+        fault, is_silent = _fault_of(error), isinstance(error, SilentError)
+        is_given_up = is_silent and driver.suspect_instance(attempt.failed_at)
+        has_waited = isinstance(error, ConnectionLostError) and error.has_waited
+        if delay_s := fault.delay_s(is_given_up=is_given_up, has_waited=has_waited):
+            await asyncio.sleep(delay_s)
+        retry_after_s, same_tokens, final = None, 0, False
+        match error:
+            case BusyError():
+                driver.busy_status, retry_after_s = error.status, error.retry_after_s
+            case NotANumberError():
+                live.journal.spoilt_attempt = attempt.number
+            case EngineError():
+                live.refusal = Failed(error.status, error.body, rejected=True)
+                final = error.names_input
+            case SilentError():
+                attempt.fell_silent(driver.clock())
+            case DifferentOutputError():
+                same_tokens = error.same_tokens
+            case _:
+                pass
+        cause = str(error)
+        self._over(
+            attempt.failure(
+                fault, cause, retry_after_s=retry_after_s, final=final, same_tokens=same_tokens
+            )
+        )
+
+    def _give_up_hand_off(self) -> None:
+        """Have the KV freed that the attempt leaves at prefill, unless an engine has got the
+        hand-off.
+        """
+        hand_off, self._hand_off = self._hand_off, None
+        if hand_off is None or hand_off.is_sent:
+            return
+        journal = self._live.journal
+        history = journal.prompt if self._attempt.plan.replays else journal.history
+        assert history is not None
+        driver = self._driver
+        driver.hand_offs.add(hand_off.source, hand_off.transfer, history, hand_off.prefilled_s)
+
+    def _blame_prefill(self, error: KvrsError) -> None:
+        if error.is_of_prefill:
+            self._attempt.blame_prefill()
+
+    def _over(self, event: ev.AttemptFailed | ev.SlotDenied | None) -> None:
+        if event is not None:
+            self._driver.attempt_over(self._live, event)
+
+    async def _produce(self) -> "_Work | None":
+        """Do everything before the decode call, and return that call (None: no call is needed any
+        more). The call runs outside, so that nothing of this frame is kept while it lasts.
+        """
+        attempt, live = self._attempt, self._live
+        goes_on = live.journal.output_ids or live.journal.is_rendered
+        continuation = await self._continuation() if goes_on else None
+        if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
+            self._give_end(continuation)
+            return None
+        plan, transfer, ids_text, prefill = attempt.plan, None, None, attempt.begin()
+        decode = self._instances.known[plan.decode]
+        if decode.info.chats_by_ids and live.journal.prompt_ids is None:
+            continuation = await self._rendered()
+        if plan.prefill is None and (prefill or attempt.computes):
+            live.enter(StreamPhase.PREFILL, plan.decode)
+        if prefill is not None:
+            answer = await self._prefill(prefill)
+            transfer = answer.transfer if plan.prefill is not None else None
+            # Use the engine's text only for the prompt ids that it reported, not for a client's own
+            # ids.
+            if live.journal.prompt_ids is answer.prompt_ids:
+                ids_text = answer.ids_text
+            if transfer is not None and answer.good_until_s is not None:
+                self._hand_off = HandOff(
+                    prefill,
+                    self._instances.known[prefill].node,
+                    len(answer.prompt_ids),
+                    answer.ranks,
+                    transfer,
+                    self._driver.clock(),
+                )
+            if not attempt.prefilled(self._driver.clock(), answer.reused_tokens):
+                return None
+            live.enter(StreamPhase.DECODE, attempt.plan.decode)
+            # The attempt was redirected to an engine that may need other text.
+            if attempt.plan is not plan:
+                continuation = await self._continuation()
+            if (
+                transfer is not None
+                and answer.good_until_s is not None
+                and self._driver.clock() > answer.good_until_s
+            ):
+                raise UpstreamError(
+                    "the hand-off came too late to be used: this proxy was stopped in between"
+                )
+        return self._decode(transfer, continuation, ids_text)
+
+    async def _end_alone(self) -> None:
+        try:
+            continuation = Continuation(self._live.journal, await self._driver.tokenizer.load())
+        except DifferentOutputError as error:  # A parser has made the text, and knows the end.
+            raise ConfigError(f"cannot be continued exactly: {error}") from None
+        self._give_end(continuation)
+
+    def _give_end(self, continuation: Continuation | EngineText) -> None:
+        exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
+        silence = SilenceTimer(self._driver.clock())
+        self._new_relay(continuation, exact, silence).end_alone()
+        self._driver.completed(self._live)
+
+    async def _continuation(self) -> Continuation | EngineText | None:
+        """Return the maker of the client's text, if the decode instance's text would not fit the
+        text before it; None: the text fits. Without a tokenizer the engine's text is used, unless
+        `proxy.inexact: refuse` forbids it.
+        """
+        journal, tokenizer = self._live.journal, self._driver.tokenizer
+        resumes_exactly = self._instances.known[self._attempt.plan.decode].resumes_exactly
+        fits = resumes_exactly and journal.text_sent is None
+        only_the_end = tokenizer.available and journal.remaining_tokens == 0
+        is_begun = bool(journal.output_ids) or journal.is_rendered
+        if self._attempt.plan.replays or not is_begun or (fits and not only_the_end):
+            return None
+        if not tokenizer.available and not self._driver.refuses_inexact:
+            return None if resumes_exactly else EngineText(journal)
+        return Continuation(journal, await tokenizer.load())
+
+    async def _rendered(self) -> Continuation | None:
+        """Let the engine tokenise a chat's messages, and return the maker of the stream's text.
+        None: the stream gets no ids, because its engine parses the output, or there is no
+        tokenizer.
+        """
+        journal, tokenizer = self._live.journal, self._driver.tokenizer
+        if not (tokenizer.available and is_plain_chat(journal.parsed)):
+            return None
+        at = self._attempt.failed_at
+        with Watchdog(self._attempt.limit_s, self._is_excused):
+            answer = await self._driver.backends[at].ask(tokenize_call(journal))
+        journal.prompt_ids = journal.parsed.tokenised(tokenized_ids(answer))
+        journal.is_rendered = True
+        if self._driver.penalises_chats and "repetition_penalty" not in journal.parsed.fields:
+            journal.inexact = tuple(dict.fromkeys((*journal.inexact, "repetition_penalty")))
+        model = journal.parsed.request.model or self._instances.model or ""
+        head = {"id": f"chatcmpl-{journal.stream}", "created": int(time.time()), "model": model}
+        journal.head = msgspec.json.encode(head)[:-1]
+        return Continuation(journal, await tokenizer.load())
+
+    async def _prefill(self, instance: InstanceId) -> Prefilled:
+        if self._attempt.number > 1:
+            await self._turn()
+        journal, plan = self._live.journal, self._attempt.plan
+        places = self._instances.places(instance, plan) if plan.places else ()
+        traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
+        if self._trace is not None:
+            traced = self._trace.call("prefill", instance, journal)
+        watchdog = Watchdog(self._attempt.limit_s, self._is_excused)
+        with traced as span, watchdog:
+            call = prefill_call(
+                journal,
+                self._attempt.number,
+                places,
+                exact=self._instances.known[instance].resumes_exactly,
+                replays=plan.replays,
+                load=plan.load,
+                has_rows=self._instances.known[instance].has_tier,
+                traceparent=None if span is None else span.traceparent,
+            )
+            answer = await self._driver.backends[instance].prefill(call)
+        if journal.prompt_ids is None:
+            journal.prompt_ids = journal.parsed.tokenised(answer.prompt_ids)
+        elif plan.replays and answer.prompt_ids != journal.prompt:
+            raise DifferentOutputError("rendered another prompt")
+        if journal.cached_tokens is None and not journal.output_ids:
+            journal.cached_tokens = answer.cached_tokens
+        return answer
+
+    async def _decode(
+        self,
+        transfer: msgspec.Raw | None,
+        continuation: Continuation | EngineText | None,
+        ids_text: msgspec.Raw | None,
+    ) -> None:
+        attempt, live, plan, driver = self._attempt, self._live, self._attempt.plan, self._driver
+        check = self._check_exactness if live.journal.output_ids else self._check_weights
+        check(plan.decode)
+        asked = attempt.decode()
+        slot = 0 if asked is None else await self._driver.slots.acquire(asked)
+        if attempt.number > 1:
+            await self._turn()
+            if live.journal.output_ids:
+                self._avoid_store()
+        exact = self._instances.known[plan.decode].resumes_exactly
+        silence = SilenceTimer(self._driver.clock())
+        relay = self._relay = self._new_reader(continuation, exact, silence)
+        live.expect_token = relay.expect_token
+        backend = self._driver.backends[plan.decode]
+        is_handed_off = transfer is not None
+        traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
+        if self._trace is not None:
+            traced = self._trace.call("decode", plan.decode, live.journal)
+        watchdog = Watchdog(attempt.limit_s, self._is_excused, silence)
+        try:
+            with traced as self._span, watchdog:
+                call = decode_call(
+                    live.journal,
+                    attempt.number,
+                    plan.runs,
+                    self._instances.places(plan.decode, plan) if plan.places else (),
+                    transfer,
+                    asked=plan.asked,
+                    exact=exact,
+                    replays=plan.replays,
+                    tells_known=self._instances.known[plan.decode].replays,
+                    load=plan.load if plan.prefill is None else None,
+                    slot_token=slot,
+                    has_rows=self._instances.known[plan.decode].has_tier,
+                    traceparent=None if self._span is None else self._span.traceparent,
+                    ids_text=ids_text,
+                )
+                self._mark(call, relay)
+                live.journal.parsed.pack()
+                decoded = backend.decode(call, relay)
+                # Release these objects now: the answer may take minutes.
+                del call, transfer, continuation, ids_text
+                await decoded
+                relay.check_end()
+            if live.journal.answer_from is not None and driver.parsers.plain_answers is None:
+                await self._learn_answers()
+        except ErrorEventError as error:
+            if backend.blames_load(error.details):
+                self._blame_load(is_handed_off=is_handed_off)
+            raise
+        finally:
+            relay.leave()
+            self._relay = None
+            if attempt.number == live.journal.attempt:
+                live.expect_token = None
+
+    async def _learn_answers(self) -> None:
+        """Learn from a complete message with a thought whether answers are the text of their ids,
+        so that later ones can be continued from these.
+        """
+        journal, tokenizer = self._live.journal, self._driver.tokenizer
+        is_cut = isinstance(journal.stop_reason, str)  # The text ends before the ids do.
+        if journal.finished and not (journal.never_as_text or is_cut) and tokenizer.available:
+            is_plain = is_answer_plain(journal, await tokenizer.load())
+            self._driver.parsers.plain_answers = is_plain
+
+    def _avoid_store(self) -> None:
+        """Keep the call from finding KV in the decode instance's store, if that is not trusted."""
+        if self._driver.control.self_tests.stores.distrusts(self._attempt.plan.decode):
+            self._live.journal.spoilt_attempt = self._attempt.number
+
+    def _blame_load(self, *, is_handed_off: bool) -> None:
+        """Note that the decode instance could not load KV. `is_handed_off`: from the hand-off, so
+        the prefill instance is blamed. Otherwise the instance's store is blamed, and this stream's
+        later attempts load nothing from a store, which may again announce KV that it does not have.
+        """
+        if is_handed_off:
+            self._attempt.blame_hand_off()
+        elif self._asks_store and not self._attempt.has_resumed:
+            self._attempt.blame_store()
+            self._live.journal.spoilt_attempt = self._attempt.number
+
+    @property
+    def _asks_store(self) -> bool:
+        """Return whether the decode instance has a store in which the call may find KV. False after
+        a spoilt attempt of the stream, whose calls then have a salt that no stored KV has.
+        """
+        known = self._instances.known[self._attempt.plan.decode]
+        return bool(known.store) and not self._live.journal.spoilt_attempt
+
+    async def _turn(self) -> None:
+        """Let only a few streams that lost the same instance call in each turn of the event loop,
+        so that tokens of other streams and reports of other instances pass in between.
+        """
+        async with self._driver.turns:
+            await asyncio.sleep(0)
+
+    def _is_excused(self) -> bool:
+        relay = self._relay
+        return (
+            relay is not None and (relay.is_complete or self._live.client.blocked)
+        ) or self._attempt.is_excused(self._driver.clock())
+
+    def _check_exactness(self, target: InstanceId) -> None:
+        """Check that the target continues the stream exactly, by its self-tests and a replay if
+        needed; otherwise mark the stream as inexact.
+
+        Raises:
+            ConfigError: the continuation is inexact, and the client was promised exact tokens.
+        """
+        live = self._live
+        replays = self._attempt.plan.replays
+        if live.journal.needs_replay and not replays:
+            self._end_replays()
+        is_sampled = live.journal.parsed.request.temperature > 0
+        tests = self._driver.control.self_tests
+        process = tests.processes.get(target)
+        differs = process is not None and tests.differ((*live.decoders, process))
+        if not live.decoders:  # Another proxy began the stream, on weights that are not known here.
+            differs |= tests.standing(target).is_doubted
+        if prefill := self._attempt.plan.prefill:
+            differs |= self._instances.known[prefill].is_doubted
+        if not differs and all(
+            tests.goes_on(each, target, sampled=is_sampled, replays=replays)
+            for each in live.decoders
+        ):
+            return
+        if live.journal.promise is not ev.Promise.NONE:
+            raise ConfigError(f"cannot be continued exactly: {target} computes other tokens")
+        if "tokens" not in live.journal.inexact:
+            live.journal.inexact = (*live.journal.inexact, "tokens")
+
+    def _check_weights(self, target: InstanceId) -> None:
+        """Mark a stream that begins at instances whose weights are not known to be right.
+
+        Raises:
+            ConfigError: the client was promised exact tokens; the policy learned of it too late.
+        """
+        prefill, known = self._attempt.plan.prefill, self._instances.known
+        if not (known[target].is_doubted or (prefill and known[prefill].is_doubted)):
+            return
+        journal = self._live.journal
+        if journal.promise is not ev.Promise.NONE:
+            raise ConfigError(f"cannot begin at {target}: the weights are not known to be right")
+        if WEIGHTS not in journal.inexact:
+            journal.inexact = (*journal.inexact, WEIGHTS)
+
+    def _end_replays(self) -> None:
+        """Note that the attempt continues or ends the stream without a replay: the features in
+        `journal.replayed` become inexact. Raises ConfigError: the client was promised exact tokens.
+        """
+        journal = self._live.journal
+        is_promised = journal.promise is not ev.Promise.NONE
+        journal.cannot_replay()
+        if is_promised:
+            features = ", ".join(journal.inexact)
+            raise ConfigError(f"cannot be continued exactly without a replay: {features}")
+
+    def _resumed(self) -> None:
+        attempt, live = self._attempt, self._live
+        if self._hand_off is not None:
+            self._hand_off.was_fetched(self._driver.clock())
+            self._hand_off = None
+        if self._rows is not None:
+            self._rows.over_s = self._driver.clock()
+        parts = live.journal.parts
+        if parts is not None and REASONING in parts.names():
+            self._driver.parsers.reasoning = True
+        if not attempt.has_resumed:
+            if self._span is not None:
+                self._span.first_token()
+            process = self._driver.control.self_tests.processes.get(attempt.plan.decode)
+            if process is not None and process not in live.decoders[-1:]:
+                live.decoders = (*live.decoders, process)
+        self._driver.resumed(attempt)
+        # Prefill and decode are one call, whose first token shows the end of prefill.
+        if live.phase is StreamPhase.PREFILL and attempt.is_current:
+            live.enter(StreamPhase.DECODE, attempt.plan.decode)
+
+    def _mark(self, call: Call, reader: Relay | WholeAnswer) -> None:
+        """Add to the decode call what follows from the plan: prefill beside it, rows to load, and
+        the form of the answer.
+        """
+        plan = self._attempt.plan
+        if (request := self._live.journal.request) is not None:
+            request.served = plan.decode
+        known = self._instances.known[plan.decode]
+        if known.info.joins_prefill and plan.prefill is not None:
+            call.beside, call.found = self._driver.backends[plan.prefill], self._found
+            held = self._live.journal.parsed.held
+            share = None if held is None else held.share
+            call.keeper = self._driver.detached.keeper(plan.decode, share)
+        if self._asks_store and self._hand_off is None and self._attempt.number > 1:
+            call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
+        call.hand_off, self._rows = self._hand_off, call.rows
+        if call.rows is not None and call.rows.agents and plan.runs:
+            agent = self._driver.control.agents.known.get(plan.runs[0].holder)
+            call.rows.node = None if agent is None else agent.node
+        if isinstance(reader, WholeAnswer):
+            ask_whole(call)
+            self._attempt.asks_whole(self._driver.clock())
+
+    def _found(self, reused_tokens: int) -> None:
+        self._attempt.found(reused_tokens, self._driver.clock())
+
+    def _new_reader(
+        self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
+    ) -> Relay | WholeAnswer:
+        """Make the reader of the decode call: a relay, or a reader of whole answers if the engine
+        must parse these.
+        """
+        live, driver = self._live, self._driver
+        if (
+            not driver.is_vllm
+            or not isinstance(live.client, WholeClient)
+            or not is_asked_whole(live.journal, parses_reasoning=driver.parsers.reasoning)
+        ):
+            return self._new_relay(continuation, exact, silence)
+        number = self._attempt.number
+        return WholeAnswer(live.journal, live.client, number, **self._told(silence))
+
+    def _new_relay(
+        self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
+    ) -> Relay:
+        live = self._live
+        return Relay(
+            live.journal,
+            live.client,
+            self._attempt.number,
+            exact=exact,
+            continuation=continuation,
+            replays=self._attempt.plan.replays,
+            **self._told(silence),
+        )
+
+    def _told(self, silence: SilenceTimer) -> Told:
+        driver = self._driver
+        return {
+            "clock": driver.clock,
+            "resumed": self._resumed,
+            "delivered": driver.control.progress.delivered[self._attempt.plan.decode],
+            "completed": partial(driver.completed, self._live),
+            "silence": silence,
+        }
+
+
+def _fault_of(error: UpstreamError) -> CallFault:
+    match error:
+        case DeniedError():
+            return CallFault.DENIED
+        case BusyError():
+            return CallFault.BUSY
+        case NotANumberError():
+            return CallFault.NOT_A_NUMBER
+        case DifferentOutputError():
+            return CallFault.DIFFERS
+        case NotConnectedError():
+            return CallFault.NOT_CONNECTED
+        case SilentError():
+            return CallFault.SILENT
+        case ConnectionLostError():
+            return CallFault.LOST
+        case EngineError():
+            return CallFault.ERROR
+        case _:
+            return CallFault.WRONG
+
+
+# Part of an attempt's work, which returns the part to go on with; None: done.
+_Work = Coroutine[Any, Any, "_Work | None"]

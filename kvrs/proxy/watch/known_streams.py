@@ -133,7 +133,7 @@ class KnownStreams:
         )
         if self._control.instances.known[instance].info.joins_prefill:
             call.beside = self._beside(instance) if beside is None else self.backend(beside)
-            call.keeper = self._driver.context.detached.keeper(instance)
+            call.keeper = self._driver.detached.keeper(instance)
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]
         if in_store:

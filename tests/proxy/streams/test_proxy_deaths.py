@@ -13,7 +13,7 @@ import pytest
 from kvrs.core.fleet import silence
 from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId
-from kvrs.proxy.streams.context import CALLS_IN_TURN
+from kvrs.proxy.streams.driver import CALLS_IN_TURN
 from kvrs.proxy.streams.open_stream import Failed
 from kvrs.proxy.wire.pool import Pool
 from kvrs.proxy.wire.upstream import Upstream
