@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.file import parse_config
-from kvrs.core.fleet.weights import Standing
+from kvrs.core.fleet.self_tests import Standing
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId
 from kvrs.protocol.rows import RegionReport

@@ -24,8 +24,7 @@ from kvrs.proxy.backends.cluster import open_backends
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
-from kvrs.proxy.wire.upstream import Lost, Upstream
+from kvrs.proxy.wire.upstream import Access, EngineLinks, Lost, Pool, Upstream
 
 TOKENS = 4
 PROMPT_TOKENS = 128

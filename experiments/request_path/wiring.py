@@ -10,7 +10,7 @@ part if one of them uses the other, or both use a third function or class of it.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 Trees = Mapping[str, ast.Module]  # By path.
 MOST_FIELDS = 40
@@ -117,12 +117,18 @@ def wide_records(trees: Trees) -> dict[str, int]:
 
 
 def parts(tree: ast.Module) -> list[set[str]]:
-    """The top-level functions and classes of a module, in sets that use each other."""
+    """The top-level functions and classes of a module, in sets that use each other; a constant that
+    is made by one of them stands for it.
+    """
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    defined: dict[str, ast.AST] = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    made = dict(_made_constants(tree, defined.keys()))
     uses = {
         name: {
-            each.id for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in defined
+            used
+            for each in ast.walk(node)
+            if isinstance(each, ast.Name)
+            for used in ({each.id} & defined.keys()) | made.get(each.id, set())
         }
         for name, node in defined.items()
     }
@@ -132,3 +138,17 @@ def parts(tree: ast.Module) -> list[set[str]]:
         apart = [part for part in found if not part & joined]
         found = [*apart, joined.union(*(part for part in found if part & joined))]
     return found
+
+
+def _made_constants(tree: ast.Module, defined: Collection[str]) -> Iterator[tuple[str, set[str]]]:
+    """The functions and classes of the module that make each of its constants."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            makers = {
+                each.id
+                for each in ast.walk(node.value)
+                if isinstance(each, ast.Name) and each.id in defined
+            }
+            for each in (name for target in node.targets for name in ast.walk(target)):
+                if isinstance(each, ast.Name) and makers:
+                    yield each.id, makers

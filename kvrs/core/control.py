@@ -21,10 +21,9 @@ from kvrs.core.configured import Configured
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, Replays
-from kvrs.core.fleet.self_tests import SelfTests
+from kvrs.core.fleet.self_tests import RightWeights, SelfTests
 from kvrs.core.fleet.signs import has_figures
 from kvrs.core.fleet.silence import InstanceProgress
-from kvrs.core.fleet.weights import RightWeights
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import (

@@ -181,7 +181,7 @@ class Hello(msgspec.Struct, omit_defaults=True):
     # too.
     drains: list[DrainOrder] = []
     # Fingerprint of the model that the proxy serves, marks of the weights that count as right, and
-    # the time of the operator's order that chose them (`kvrs/core/fleet/weights.py`).
+    # the time of the operator's order that chose them (`kvrs/core/fleet/self_tests.py`).
     model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL)] = ""
     weights: Annotated[list[Name], msgspec.Meta(max_length=MAX_MARKS)] = []
     weights_ordered_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

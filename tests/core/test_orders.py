@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.weights import RightWeights
+from kvrs.core.fleet.self_tests import RightWeights
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import DrainOrder, Hello

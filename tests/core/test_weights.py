@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvrs.core.fleet.self_tests import Comparison, RightWeights, Standing, Vote, compare
 from kvrs.core.fleet.tested import Continues, Generated
-from kvrs.core.fleet.weights import Comparison, RightWeights, Standing, Vote, compare
 from kvrs.ids import InstanceId
 
 A = Vote(Generated((1, 2, 3), (4, 5, 6), Continues.SEEDED))

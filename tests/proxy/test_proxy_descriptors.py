@@ -118,7 +118,7 @@ async def test_a_lack_of_descriptors_is_a_wait(build: ProxyClusterBuilder, tmp_p
 
 CALL = """
 import asyncio, resource, sys
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Access, EngineLinks
 
 async def main():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,20 +1,41 @@
-"""Schedule and results of the instances' resume self-tests.
+"""Self-tests of the instances: their schedule, results, and what these show of weights and stores.
 
 Each process of an instance is tested once. Until then no KV is fetched to or from it, and its
-declared abilities are believed, if nothing is known of any instance (`weights.py`). The results of
-the former process apply only if both are known to have the same weights, by their digest, and the
-same version; then the test waits for the streams that the former process left. The driver sends the
+declared abilities are believed, if nothing is known of any instance. The results of the former
+process apply only if both are known to have the same weights, by their digest, and the same
+version; then the test waits for the streams that the former process left. The driver sends the
 requests of the tests.
+
+Nothing but a digest tells weights apart for sure. An agent reports that of the engines whose rows
+it serves, and an engine of kvrs its own. Else the tokens count that an instance computes from the
+known prompt (its self-test).
+
+| an instance's process | its `Standing` | new streams |
+| --------------------- | -------------- | ----------- |
+| has shown nothing, and no weights are known to be right | NOT_COMPARED | go there |
+| has shown the weights that count as right | RIGHT | go there |
+| has shown nothing, or none has shown those that are known to be right | UNTESTED | as with OTHER |
+| has shown others | OTHER | go there if nothing else serves, marked |
+
+Each instance has one vote: for what its present process has shown, or else its last one. Deaths of
+right instances so do not make a wrong one right. The weights with most votes are right; of two with
+equally many those that were right before; and before any were, those that more than half of the
+configured instances have. An operator's choice stands above votes (`RightWeights`).
+
+A store of KV that engines share on their own (LMCache, Mooncake) is trusted only after a self-test,
+which each process of an instance must pass, because faults of stores appear at restarts. If
+recoveries find nothing any more, the store may have been restarted, and the test is due again.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import combinations
 from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.stores import Stores
 from kvrs.core.fleet.tested import (
     Continues,
     Generated,
@@ -25,12 +46,309 @@ from kvrs.core.fleet.tested import (
     TokensTest,
     TransferTest,
 )
-from kvrs.core.fleet.weights import Comparison, RightWeights, Standing, Vote, compare
 from kvrs.core.model import events as ev
+from kvrs.core.model.events import StoreSeen
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Capability, InstanceInfo, Role
+from kvrs.protocol.instance import Capability, FetchReport, InstanceInfo, Role
 from kvrs.protocol.rows import RegionReport
+
+# Weight (of 1) of the newest share in the mean: large, because a store loses everything at once.
+_WEIGHT = 0.5
+_LOST = 0.2  # A store with less of the requested KV may be a new, empty one, and is tested again.
+# Share that a store counts with after a passed test, if recoveries found less before.
+_TESTED_SHARE = 0.5
+# Smaller changes of a share change no decision.
+_STEP = 0.05
+# Loads of fewer tokens do not change a share: some stores keep pieces of this size, and nothing
+# smaller.
+_LEAST_ASKED_TOKENS = 256
+_OTHER = "other"
+
+
+class Stores:
+    """State of the stores of all instances."""
+
+    def __init__(self, known: Mapping[InstanceId, Member], *, enabled: bool) -> None:
+        self._known = known
+        self._enabled = enabled
+        self._spaces: dict[InstanceId, str] = {}
+        # Share of the requested KV that recoveries found, for each instance that passed the test.
+        self._passed: dict[InstanceId, float] = {}
+        # Failed tests: whether tokens were wrong; None: the test was not carried out.
+        self._failed: dict[InstanceId, bool | None] = {}
+        self._shares: dict[InstanceId, float] = {}
+        self._counted: dict[InstanceId, frozenset[FetchReport]] = {}
+        # Kind of each instance's last store: the next process is not trusted before it reports.
+        self._kinds: dict[InstanceId, str] = {}
+
+    def begin(self, instance: InstanceId) -> None:
+        """Forget the results of an instance's former process."""
+        for book in (self._spaces, self._passed, self._failed, self._shares, self._counted):
+            book.pop(instance, None)
+
+    def forget(self, instance: InstanceId) -> None:
+        """Forget an instance that was removed from the cluster."""
+        self.begin(instance)
+        self._kinds.pop(instance, None)
+
+    def may_share(self, target: InstanceId, holder: InstanceId) -> bool:
+        """Return whether both instances load KV of one model from stores of one kind, by their
+        reports.
+        """
+        one, other = self._known[target], self._known[holder]
+        if not one.store or one.store != other.store or not (one.was_up and other.was_up):
+            return False
+        return one.info.model == other.info.model
+
+    def is_settled(self, instance: InstanceId) -> bool:
+        """Return whether no test is left for this process: it passed, or continued with wrong
+        tokens.
+        """
+        return instance in self._passed or self._failed.get(instance) is True
+
+    def passed(self, target: InstanceId, holder: InstanceId) -> None:
+        """Note that the target continued correctly from the holder's stored KV."""
+        # Another process of the holder may have other weights under the same name.
+        own = f"store of {holder} {self._known[holder].epoch}"
+        space, former = self._spaces.get(holder, own), self._spaces.get(target)
+        alike = [each for each, its in self._spaces.items() if its == former]
+        if not self._failed.get(holder):
+            alike.append(holder)
+        self._spaces |= dict.fromkeys([*alike, target], space)
+        self._failed.pop(target, None)
+        self._passed[target] = max(_TESTED_SHARE, self._shares.get(target, 1.0))
+
+    def failed(self, target: InstanceId, *, is_wrong: bool | None) -> None:
+        """Note a failed test. `is_wrong`: the target continued with wrong tokens; None: not
+        observed.
+        """
+        self._failed[target] = is_wrong
+        self._passed.pop(target, None)
+        if is_wrong:
+            self._spaces.pop(target, None)
+
+    def of(self, instance: InstanceId) -> StoreSeen | None:
+        """The instance's store for the policy; None: no tested store."""
+        space = self._spaces.get(instance)
+        if space is None:
+            return None
+        share = self._passed.get(instance)
+        return StoreSeen(space, share is not None, share or 0.0)
+
+    def describe(self, instance: InstanceId) -> dict[str, Any] | None:
+        """Plain data for the state; None: the instance reports no store."""
+        kind = self._known[instance].store
+        is_passed = instance in self._passed
+        if not kind:
+            return None
+        return {
+            "kind": kind,
+            "restores": True if is_passed else False if instance in self._failed else None,
+            "share": self._passed.get(instance, self._shares.get(instance)),
+            "is_wrong": bool(self._failed.get(instance)),
+            "with": sorted(
+                each
+                for each, space in self._spaces.items()
+                if each != instance and space == self._spaces.get(instance)
+            ),
+        }
+
+    def distrusts(self, instance: InstanceId) -> bool:
+        """Return whether a recovery at the instance must not find anything in its store: the
+        instance loads from it on its own, and it is untested or was wrong. A store that had nothing
+        of another instance may hold what the instance itself has stored.
+        """
+        known = self._known[instance]
+        kind = known.store or ("" if known.has_tier else self._kinds.get(instance, ""))
+        if not self._enabled or not kind or instance in self._passed:
+            return False
+        return self._failed.get(instance) is not False
+
+    def fetched(self, instance: InstanceId, fetches: Iterable[FetchReport]) -> bool:
+        """Update the share by the loads of recoveries, of which each is reported several times.
+        Return whether the policy's view has changed.
+        """
+        kind = self._known[instance].store
+        # An empty report does not replace `_OTHER`, a store of unknown kind that showed by a load.
+        if kind or self._kinds.get(instance) != _OTHER:
+            self._kinds[instance] = kind
+        before, now = self._counted.get(instance, frozenset()), frozenset(fetches)
+        self._counted[instance] = now
+        if instance not in self._passed:
+            return False
+        told = share = self._passed[instance]
+        page = self._known[instance].page_size_tokens
+        for each in now - before:
+            asked = (each.loaded_tokens + each.computed_tokens - 1) // page * page
+            if asked >= _LEAST_ASKED_TOKENS:
+                share += _WEIGHT * (min(1.0, each.loaded_tokens / asked) - share)
+        if share < _LOST:
+            self._shares[instance] = share
+            del self._passed[instance]
+        elif abs(share - told) > _STEP:
+            self._passed[instance] = share
+        return self._passed.get(instance) != told
+
+
+class Standing(StrEnum):
+    """Relation of an instance's present process to the weights that count as right."""
+
+    NOT_COMPARED = "not compared"
+    RIGHT = "right"
+    UNTESTED = "untested"
+    OTHER = "other"
+
+    @property
+    def is_doubted(self) -> bool:
+        return self in (Standing.UNTESTED, Standing.OTHER)
+
+
+class Vote(msgspec.Struct, frozen=True):
+    """The known facts of the weights of one process."""
+
+    generated: Generated | None = None
+    digest: str = ""  # Empty: not known.
+    version: str = ""  # Version of a stock engine.
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Names by which proxies tell each other these weights."""
+        found = {f"weights {self.digest}"} if self.digest else set()
+        if self.generated is not None:
+            found.add(f"tokens {self.generated.generates}")
+        return frozenset(found)
+
+    def likeness(self, other: "Vote") -> Likeness | None:
+        """Compare the weights of two processes; None: nothing is known of both. Two versions of an
+        engine may answer differently with equal weights, which only a digest shows.
+        """
+        if self.digest and other.digest:
+            if self.digest != other.digest:
+                return Likeness.OTHER
+            if self.version != other.version or None in (self.generated, other.generated):
+                return Likeness.ALIKE
+        if self.generated is None or other.generated is None:
+            return None
+        return self.generated.likeness(other.generated)
+
+
+class RightWeights(msgspec.Struct, frozen=True):
+    """The weights that count as right at a proxy, in the form in which proxies exchange them."""
+
+    marks: frozenset[str] = (
+        frozenset()
+    )  # Marks of the weights (`Vote.marks`); empty: none count as right.
+    # Time at which an operator has chosen them, in seconds of the wall clock; 0: by votes.
+    ordered_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Groups of instances with equal weights, and the right one."""
+
+    votes: Mapping[InstanceId, Vote] = field(default_factory=dict)
+    # Name of each instance's group: that of its first instance.
+    groups: Mapping[InstanceId, InstanceId] = field(default_factory=dict)
+    right: InstanceId | None = None  # The group that counts as right; None: none does.
+    choice: RightWeights = field(default_factory=RightWeights)
+    near_ties: bool = False  # Instances of equal weights differ by near-ties.
+    # Instances of equal weights differ by near-ties, or only in sampled streams.
+    sampled_ties: bool = False
+    differs: bool = False  # Two instances compute different tokens, whatever the cause.
+
+    def has_ties(self, *, sampled: bool) -> bool:
+        """Return whether output may differ between instances of equal weights: output of sampled
+        streams (`sampled`), or of streams at temperature 0.
+        """
+        return self.sampled_ties if sampled else self.near_ties
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Marks of the right weights."""
+        right = (self.votes[name] for name, group in self.groups.items() if group == self.right)
+        return frozenset[str]().union(*(vote.marks for vote in right))
+
+    def has_majority(self, configured: int) -> bool:
+        """Return whether more than half of the configured instances have the right weights."""
+        count = sum(group == self.right for group in self.groups.values())
+        return self.right is not None and 2 * count > configured
+
+    def standing(self, vote: Vote) -> Standing:
+        """Judge a process by what it has shown (`vote`)."""
+        if self.right is None:
+            # Another proxy, or this one before, has known right weights that no instance has shown.
+            if vote.marks & self.choice.marks:
+                return Standing.RIGHT
+            return Standing.UNTESTED if self.choice.marks else Standing.NOT_COMPARED
+        right = [self.votes[name] for name, group in self.groups.items() if group == self.right]
+        found = {vote.likeness(each) for each in right}
+        if found & {Likeness.ALIKE, Likeness.NEAR}:
+            return Standing.RIGHT
+        return Standing.OTHER if Likeness.OTHER in found else Standing.UNTESTED
+
+
+def compare(votes: Mapping[InstanceId, Vote], choice: RightWeights, configured: int) -> Comparison:
+    """Group the instances by weights, and find the right ones; equal votes are compared once.
+    `choice`: what was right before. `configured`: number of instances that may vote.
+    """
+    firsts: dict[tuple[object, ...], InstanceId] = {}
+    for name in sorted(votes):
+        firsts.setdefault(_facts(votes[name]), name)
+    groups: dict[InstanceId, InstanceId] = {}
+    near_ties = sampled_ties = differs = False
+    for name in firsts.values():
+        mine, alike = votes[name], {name}
+        for other in groups:
+            theirs = votes[other]
+            likeness = mine.likeness(theirs)
+            if likeness in (Likeness.ALIKE, Likeness.NEAR):
+                alike.add(groups[other])
+            if mine.generated is None or theirs.generated is None:
+                continue
+            one, two = mine.generated, theirs.generated
+            differs |= one.likeness(two) is Likeness.OTHER
+            if one.likeness(two) is Likeness.OTHER or likeness is Likeness.OTHER:
+                continue
+            near_ties |= one.likeness(two) is Likeness.NEAR
+            is_level = one.seeded == two.seeded or one.continues is not two.continues
+            sampled_ties |= near_ties or not is_level
+        groups[name] = first = min(alike)
+        groups |= {other: first for other, its in groups.items() if its in alike}
+    of_each = {name: groups[firsts[_facts(vote)]] for name, vote in votes.items()}
+    right = _right(of_each, votes, choice, configured)
+    return Comparison(votes, of_each, right, choice, near_ties, sampled_ties, differs)
+
+
+def _right(
+    groups: Mapping[InstanceId, InstanceId],
+    votes: Mapping[InstanceId, Vote],
+    choice: RightWeights,
+    configured: int,
+) -> InstanceId | None:
+    counts = Counter(groups.values())
+    shown = dict[InstanceId, set[str]]()
+    for name, group in groups.items():
+        shown.setdefault(group, set()).update(votes[name].marks & choice.marks)
+    # A digest says more than tokens, which two models may share.
+    before = sorted(
+        (group for group in shown if shown[group]),
+        key=lambda group: (min(each.startswith("tokens") for each in shown[group]), group),
+    )
+    if choice.ordered_s and before:
+        return before[0]
+    most = max(counts.values(), default=0)
+    leaders = [group for group, count in counts.items() if count == most]
+    if len(leaders) == 1 and (before or 2 * most > configured):
+        return leaders[0]
+    return next((group for group in before if group in leaders), None)
+
+
+def _facts(vote: Vote) -> tuple[object, ...]:
+    made = vote.generated
+    tokens = None if made is None else (made.greedy, made.seeded, made.continues, made.model)
+    return tokens, vote.digest, vote.version
+
 
 _MAX_FAILURES = 5
 _OF_KV = frozenset(

@@ -17,7 +17,7 @@ from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_mod
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.backends.sglang import SglangBackend
 from kvrs.proxy.backends.vllm import VllmBackend
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
 # By stock engine: the environment variable with its API key.

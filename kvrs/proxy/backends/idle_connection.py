@@ -4,7 +4,7 @@ the connection ends.
 
 import asyncio
 
-from kvrs.proxy.wire.pool import Pool
+from kvrs.proxy.wire.upstream import Pool
 
 
 class IdleConnection:

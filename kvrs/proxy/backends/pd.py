@@ -42,8 +42,7 @@ from kvrs.proxy.wire.errors import (
     UnusableError,
 )
 from kvrs.proxy.wire.peer import Peer
-from kvrs.proxy.wire.pool import EngineLinks
-from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
+from kvrs.proxy.wire.upstream import EngineLinks, Need, Reader, WholeReader
 
 _BUSY = (429, 503)
 _DENIED = (401, 403)

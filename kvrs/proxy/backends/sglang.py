@@ -40,9 +40,8 @@ from kvrs.proxy.backends.sglang_legs import DecodeLeg, Pair, PrefillLeg, Window
 from kvrs.proxy.backends.sglang_replay import can_replay, take_replay
 from kvrs.proxy.backends.stock_peer import StockPeer, Watched
 from kvrs.proxy.wire.errors import UnusableError
-from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.requests import CHAT
-from kvrs.proxy.wire.upstream import Reader
+from kvrs.proxy.wire.upstream import EngineLinks, Reader
 
 _LOADS = "/v1/loads?include=core"
 _SENT_KV = re.compile(rb"^sglang:kv_transfer_total_mb_sum(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)

@@ -44,8 +44,7 @@ from kvrs.proxy.wire.errors import (
     UnusableError,
 )
 from kvrs.proxy.wire.event_form import LacksIdsError, check_events
-from kvrs.proxy.wire.pool import EngineLinks
-from kvrs.proxy.wire.upstream import EventReader, Reader
+from kvrs.proxy.wire.upstream import EngineLinks, EventReader, Reader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, awake_since_s
 
 # Seconds between reads of `/metrics`, longer than between reads of `/health`: the answer is 60 kB

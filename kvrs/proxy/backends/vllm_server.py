@@ -16,7 +16,7 @@ from kvrs.proxy.backends.vllm_identity import ProcessIdentity
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_totals import ProcessTotals
 from kvrs.proxy.wire.errors import UnusableError
-from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.upstream import EngineLinks
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
 
 # Paths of `--enable-fault-tolerance`, by version. With that option `/health` still says 200 while

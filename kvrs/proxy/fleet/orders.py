@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.weights import RightWeights
+from kvrs.core.fleet.self_tests import RightWeights
 from kvrs.core.model import events as ev
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId

@@ -32,8 +32,7 @@ from kvrs.proxy.fleet.orders import ProxyOrders
 from kvrs.proxy.mirror.records import PresentPeers
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.peer import Peer
-from kvrs.proxy.wire.pool import EngineLinks
-from kvrs.proxy.wire.upstream import WholeReader
+from kvrs.proxy.wire.upstream import EngineLinks, WholeReader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 log = logging.getLogger(__name__)

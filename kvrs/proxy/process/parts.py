@@ -34,7 +34,7 @@ from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.capacity import Capacity
 from kvrs.proxy.wire.certificates import TlsOfPorts
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Access, EngineLinks
 
 
 class ProxyLinks:

@@ -22,7 +22,7 @@ from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.openai.usage import facts_of
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.streams.answer_reader import AnswerReader, Told
+from kvrs.proxy.streams.relay import AnswerReader, Told
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.upstream import Need

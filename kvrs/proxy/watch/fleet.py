@@ -27,7 +27,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.watcher import Watcher
-from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.upstream import EngineLinks
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, assert_never
 
 from kvrs.config.cluster import Backend as Engine
+from kvrs.core.fleet.self_tests import Standing
 from kvrs.core.fleet.tested import (
     Continues,
     Generated,
@@ -21,7 +22,6 @@ from kvrs.core.fleet.tested import (
     TokensTest,
     TransferTest,
 )
-from kvrs.core.fleet.weights import Standing
 from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId

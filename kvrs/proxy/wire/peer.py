@@ -13,7 +13,7 @@ from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.wire.errors import UnusableError
-from kvrs.proxy.wire.pool import Pool
+from kvrs.proxy.wire.upstream import Pool
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 Answer = TypeVar("Answer")

@@ -10,7 +10,7 @@ import pytest
 from kvrs.errors import UpstreamError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Access, EngineLinks
 from tests.proxy.conftest import ProxyClusterBuilder
 
 ENDLESS = 1 << 40

@@ -22,9 +22,8 @@ from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.requests import CHAT, read
-from kvrs.proxy.wire.upstream import EventReader
+from kvrs.proxy.wire.upstream import Access, EngineLinks, EventReader
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_server import ScriptedServer

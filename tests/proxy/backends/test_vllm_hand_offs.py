@@ -16,7 +16,7 @@ from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, VllmBackend
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Access, EngineLinks
 from kvrs.proxy.wire.watchdog import Watchdog
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 from kvrs_testkit.vllm_cluster import LONG, Builder

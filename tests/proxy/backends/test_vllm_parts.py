@@ -20,7 +20,7 @@ from kvrs.proxy.backends.vllm import _check_probe
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import Transfer, checked
 from kvrs.proxy.wire.errors import UnusableError
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Access, EngineLinks
 
 # As vLLM 0.32 answers for a prompt of 150 tokens.
 SEEN: dict[str, Any] = {

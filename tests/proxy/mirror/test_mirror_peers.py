@@ -22,7 +22,7 @@ from kvrs.protocol.mirror import (
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proxy.mirror import peers
 from kvrs.proxy.mirror.peers import PATH, ProxyPeer
-from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Access, EngineLinks
 from kvrs_testkit.ports import client_of, serving
 from kvrs_testkit.scripted import SECRET
 from kvrs_testkit.virtual_time import virtual_loop

@@ -15,8 +15,7 @@ from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.driver import CALLS_IN_TURN
 from kvrs.proxy.streams.open_stream import Failed
-from kvrs.proxy.wire.pool import Pool
-from kvrs.proxy.wire.upstream import Upstream
+from kvrs.proxy.wire.upstream import Pool, Upstream
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of

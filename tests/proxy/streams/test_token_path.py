@@ -25,11 +25,10 @@ from kvrs.protocol.openai.chunks import (
 )
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient, TakeToken
 from kvrs.proxy.streams.relay import Relay
-from kvrs.proxy.wire.http_response import HttpResponse, end_of_chunk
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import head_of
-from kvrs.proxy.wire.upstream import Need, Shortcut, Upstream
+from kvrs.proxy.wire.upstream import HttpResponse, Need, Shortcut, Upstream, end_of_chunk
 from kvrs_testkit.examples import examples
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

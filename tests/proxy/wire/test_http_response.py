@@ -9,8 +9,8 @@ from aiohttp.http_parser import HttpResponseParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.proxy.wire import http_response
-from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
+from kvrs.proxy.wire import upstream
+from kvrs.proxy.wire.upstream import BrokenBody, Fault, HttpResponse, NotHttp
 from kvrs_testkit.examples import examples
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -116,14 +116,14 @@ def test_heads_are_known_by_their_bytes_and_few_are_kept(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parser reads a head once, and no sender can fill the memory with them."""
-    parsed, new_parser = list[int](), http_response._new_parser
+    parsed, new_parser = list[int](), upstream._new_parser
 
     def counting(of: asyncio.AbstractEventLoop) -> HttpResponseParser:
         parsed.append(1)
         return new_parser(of)
 
-    monkeypatch.setattr(http_response, "_KNOWN_HEADS", {})
-    monkeypatch.setattr(http_response, "_new_parser", counting)
+    monkeypatch.setattr(upstream, "_KNOWN_HEADS", {})
+    monkeypatch.setattr(upstream, "_new_parser", counting)
     head = b"HTTP/1.1 %d X\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n"
 
     for status, size in ((200, 3), (429, 3), (429, 4)) * 3:
@@ -134,12 +134,12 @@ def test_heads_are_known_by_their_bytes_and_few_are_kept(
     of_three = len(parsed)
     for size in range(1000):
         HttpResponse(loop).feed(head % (200, size))
-    kept = len(http_response._KNOWN_HEADS)
+    kept = len(upstream._KNOWN_HEADS)
     HttpResponse(loop).feed((head % (200, 5)).replace(b"X", b"X" * 1000))
 
     assert of_three == 3
     assert 0 < kept <= 256
-    assert max(map(len, http_response._KNOWN_HEADS)) < 512
+    assert max(map(len, upstream._KNOWN_HEADS)) < 512
 
 
 @examples(200)
@@ -235,8 +235,8 @@ def test_many_tiny_chunks_of_one_read_are_split_at_once(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body in chunks of one byte has six times its bytes, and no more steps than any other."""
-    counting = Counting(http_response._CHUNK)
-    monkeypatch.setattr(http_response, "_CHUNK", counting)
+    counting = Counting(upstream._CHUNK)
+    monkeypatch.setattr(upstream, "_CHUNK", counting)
     pieces = [b"%c" % (n % 256) * (n % 15 + 1) for n in range(10_000)]
 
     found = seen(loop, CHUNKED + chunked(pieces) + b"0\r\n\r\n", [])

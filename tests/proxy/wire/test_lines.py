@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import UpstreamError
-from kvrs.proxy.wire import lines as module
+from kvrs.proxy.wire import upstream as module
 from kvrs.proxy.wire.errors import ConnectionLostError
-from kvrs.proxy.wire.lines import Lines
-from kvrs.proxy.wire.pool import Access, EngineLinks
-from kvrs.proxy.wire.upstream import Upstream
+from kvrs.proxy.wire.upstream import Access, EngineLinks, Lines, Upstream
 from kvrs_testkit.allocations import allocated_bytes
 from kvrs_testkit.examples import examples
 

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from kvrs.errors import UpstreamError
 from kvrs.net.server import ReadingTurns, TakesTurns
 from kvrs.proxy.wire.errors import ConnectionLostError
-from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
-from kvrs.proxy.wire.upstream import _MUCH_BYTES, _TURN_BYTES, Need, Upstream
+from kvrs.proxy.wire.upstream import (
+    _MUCH_BYTES,
+    _TURN_BYTES,
+    Access,
+    EngineLinks,
+    Need,
+    Pool,
+    Upstream,
+)
 from kvrs_testkit.examples import examples
 
 pytestmark = pytest.mark.network

@@ -9,9 +9,8 @@ from typing import cast
 import pytest
 
 from kvrs.errors import UpstreamError
-from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
 from kvrs.proxy.wire.steady_reads import LEAST_STREAMS, SteadyReads
-from kvrs.proxy.wire.upstream import Need, Upstream
+from kvrs.proxy.wire.upstream import Access, EngineLinks, Need, Pool, Upstream
 
 pytestmark = pytest.mark.network
 

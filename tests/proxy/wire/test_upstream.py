@@ -18,15 +18,21 @@ from kvrs.proxy.backends import pd
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.wire import pool as pools
+from kvrs.proxy.wire import upstream as pools
 from kvrs.proxy.wire.errors import (
     BusyError,
     ConnectionLostError,
     NotConnectedError,
     UnusableError,
 )
-from kvrs.proxy.wire.pool import CONNECT_TIMEOUT_S, Access, EngineLinks
-from kvrs.proxy.wire.upstream import Need, Shortcut, Upstream
+from kvrs.proxy.wire.upstream import (
+    CONNECT_TIMEOUT_S,
+    Access,
+    EngineLinks,
+    Need,
+    Shortcut,
+    Upstream,
+)
 from kvrs_testkit.memory_loop import MemoryLoop
 from kvrs_testkit.proxy_cluster import WITHIN_S
 

@@ -8,10 +8,10 @@ import pytest
 
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import LeaseUpdate
-from kvrs.proxy.wire import pool, watchdog
+from kvrs.proxy.wire import upstream, watchdog
 from kvrs.proxy.wire.errors import BusyError, ConnectionLostError
 from kvrs.proxy.wire.peer import Peer
-from kvrs.proxy.wire.pool import Access, Pool
+from kvrs.proxy.wire.upstream import Access, Pool
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, _TimerWheel, reset_timeout
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
@@ -227,7 +227,7 @@ def test_a_call_waits_30_s_for_a_descriptor_and_looks_ten_times_a_second(
         tries_s.append(virtual_loop().time())
 
     async def waits() -> None:
-        monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=virtual_loop().time))
+        monkeypatch.setattr(upstream, "time", SimpleNamespace(monotonic=virtual_loop().time))
         monkeypatch.setattr(Pool, "_connect", connect)
         with pytest.raises(BusyError):
             await Pool(Access(), "http://d0").take()
