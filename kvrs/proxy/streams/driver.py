@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
@@ -52,7 +51,7 @@ from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase, failed_by
 from kvrs.proxy.streams.recoveries import RecoveryLog
-from kvrs.proxy.streams.relay import ErrorEventError, Relay, Told
+from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.responses import BeginsAgain, Parsers, WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
@@ -563,11 +562,24 @@ def out_of_time(what: str, limit_s: float | None) -> Failed:
 
 
 class AttemptCalls:
-    """The calls of one attempt, in a task that is cancelled when a later attempt takes over."""
+    """The calls of one attempt, in a task that is cancelled when a later attempt takes over. It is
+    the `Reported` of the reader of the decode call's answer.
+    """
 
     __slots__ = (
-        *("_attempt", "_driver", "_hand_off", "_instances", "_live", "_relay", "_rows"),
-        *("_span", "_trace"),
+        "_attempt",
+        "_driver",
+        "_hand_off",
+        "_instances",
+        "_live",
+        "_relay",
+        "_rows",
+        "_span",
+        "_trace",
+        "delivered",
+        "now_s",
+        "number",
+        "silence",
     )
 
     def __init__(self, live: OpenStream, plan: act.Plan, driver: Driver) -> None:
@@ -575,6 +587,10 @@ class AttemptCalls:
         self._live = live
         self._driver = driver
         self._instances = driver.control.instances
+        self.now_s = driver.clock
+        self.number = self._attempt.number
+        self.delivered = driver.control.progress.delivered[plan.decode]
+        self.silence = SilenceTimer(driver.clock())
         request = live.journal.request
         self._trace: RequestTrace | None = None if request is None else request.trace
         # Span of the decode call; None: no call yet, or not traced.
@@ -722,9 +738,8 @@ class AttemptCalls:
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
         exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
-        silence = SilenceTimer(self._driver.clock())
-        self._new_relay(continuation, exact, silence).end_alone()
-        self._driver.completed(self._live)
+        self._new_relay(continuation, exact).end_alone()
+        self.completed()
 
     async def _continuation(self) -> Continuation | EngineText | None:
         """Return the maker of the client's text, if the decode instance's text would not fit the
@@ -807,15 +822,14 @@ class AttemptCalls:
             if live.journal.output_ids:
                 self._avoid_store()
         exact = self._instances.known[plan.decode].resumes_exactly
-        silence = SilenceTimer(self._driver.clock())
-        relay = self._relay = self._new_reader(continuation, exact, silence)
+        relay = self._relay = self._new_reader(continuation, exact)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
         is_handed_off = transfer is not None
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
             traced = self._trace.call("decode", plan.decode, live.journal)
-        watchdog = Watchdog(attempt.limit_s, self._is_excused, silence)
+        watchdog = Watchdog(attempt.limit_s, self._is_excused, self.silence)
         try:
             with traced as self._span, watchdog:
                 call = decode_call(
@@ -955,7 +969,8 @@ class AttemptCalls:
             features = ", ".join(journal.inexact)
             raise ConfigError(f"cannot be continued exactly without a replay: {features}")
 
-    def _resumed(self) -> None:
+    def resumed(self) -> None:
+        """Note that the client has a token: the first, or the first after a stay."""
         attempt, live = self._attempt, self._live
         if self._hand_off is not None:
             self._hand_off.was_fetched(self._driver.clock())
@@ -1002,45 +1017,33 @@ class AttemptCalls:
     def _found(self, reused_tokens: int) -> None:
         self._attempt.found(reused_tokens, self._driver.clock())
 
+    def completed(self) -> None:
+        """Note that the client has the whole answer."""
+        self._driver.completed(self._live)
+
     def _new_reader(
-        self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
+        self, continuation: Continuation | EngineText | None, exact: bool
     ) -> Relay | WholeAnswer:
         """Make the reader of the decode call: a relay, or a reader of whole answers if the engine
         must parse these.
         """
         live, driver = self._live, self._driver
+        # The plan may be another one than at the attempt's begin.
+        self.delivered = driver.control.progress.delivered[self._attempt.plan.decode]
+        self.silence.heard_s = self.now_s()
         if (
             not driver.is_vllm
             or not isinstance(live.client, WholeClient)
             or not is_asked_whole(live.journal, parses_reasoning=driver.parsers.reasoning)
         ):
-            return self._new_relay(continuation, exact, silence)
-        number = self._attempt.number
-        return WholeAnswer(live.journal, live.client, number, **self._told(silence))
+            return self._new_relay(continuation, exact)
+        return WholeAnswer(live.journal, live.client, self)
 
-    def _new_relay(
-        self, continuation: Continuation | EngineText | None, exact: bool, silence: SilenceTimer
-    ) -> Relay:
-        live = self._live
+    def _new_relay(self, continuation: Continuation | EngineText | None, exact: bool) -> Relay:
+        live, replays = self._live, self._attempt.plan.replays
         return Relay(
-            live.journal,
-            live.client,
-            self._attempt.number,
-            exact=exact,
-            continuation=continuation,
-            replays=self._attempt.plan.replays,
-            **self._told(silence),
+            live.journal, live.client, self, exact=exact, continuation=continuation, replays=replays
         )
-
-    def _told(self, silence: SilenceTimer) -> Told:
-        driver = self._driver
-        return {
-            "clock": driver.clock,
-            "resumed": self._resumed,
-            "delivered": driver.control.progress.delivered[self._attempt.plan.decode],
-            "completed": partial(driver.completed, self._live),
-            "silence": silence,
-        }
 
 
 def _fault_of(error: UpstreamError) -> CallFault:

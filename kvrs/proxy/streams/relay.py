@@ -6,9 +6,9 @@ connection to the client's in one write (`TokenPath`); all other events are take
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Any, TypedDict
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,7 +30,7 @@ from kvrs.protocol.openai.chunks import (
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.usage import facts_of
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
-from kvrs.proxy.streams.clients import Client, SseClient
+from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.replayed import ReplayedOutput
 from kvrs.proxy.wire.errors import EngineError, NotANumberError
@@ -52,52 +52,42 @@ from kvrs.proxy.wire.sse import (
 from kvrs.proxy.wire.upstream import Need, Shortcut, Upstream
 
 
-class Told(TypedDict):
-    """Arguments of every `AnswerReader`: a clock, and what it informs of received data."""
+class Reported(Protocol):
+    """The attempt whose answer is read, as its reader reports to it."""
 
-    clock: Callable[[], float]
-    resumed: Callable[[], None]
-    delivered: Delivered
-    completed: Callable[[], None]
+    number: int
+    delivered: Delivered  # Tokens of the decode instance.
     silence: SilenceTimer
+
+    def now_s(self) -> float: ...
+
+    def resumed(self) -> None:
+        """Note that the client has the first part of the answer, or is about to get it."""
+
+    def completed(self) -> None:
+        """Note that the client has all of the answer."""
 
 
 class AnswerReader:
-    """Reads the answer of one attempt. `resumed` is called before the client gets the first part of
-    the answer, `completed` when the client has all of it; `silence` notes every read.
-    """
+    """Reads the answer of one attempt, and notes every read in the attempt's `silence`."""
 
-    __slots__ = (
-        *("_attempt", "_clock", "_completed", "_delivered", "_journal", "_resumed"),
-        *("flow", "is_complete", "shortcut", "silence"),
-    )
+    __slots__ = ("_attempt", "_journal", "flow", "is_complete", "shortcut")
 
-    def __init__(
-        self,
-        journal: Journal,
-        attempt: int,
-        *,
-        clock: Callable[[], float],
-        resumed: Callable[[], None],
-        delivered: Delivered,
-        completed: Callable[[], None],
-        silence: SilenceTimer,
-    ) -> None:
+    def __init__(self, journal: Journal, attempt: Reported) -> None:
         self._journal = journal
         self._attempt = attempt
-        self._clock = clock
-        self._resumed = resumed
-        self._delivered = delivered
-        self._completed = completed
-        self.silence = silence
         self.flow: Upstream | None = None
         self.shortcut: Shortcut | None = None
         self.is_complete = False
 
     @property
+    def silence(self) -> SilenceTimer:
+        return self._attempt.silence
+
+    @property
     def is_over(self) -> bool:
         """Return whether a later attempt has taken over the stream."""
-        return self._attempt != self._journal.attempt
+        return self._attempt.number != self._journal.attempt
 
 
 _MOST_BYTES = 2048  # Largest chunk with its frame; an event of one token has a few hundred bytes.
@@ -157,41 +147,50 @@ class TokenPath:
     """Writes the usual tokens of one attempt to its client."""
 
     __slots__ = (
-        *("_attempt", "_client", "_clock", "_counts_text", "_delivered", "_direct", "_form"),
-        *("_forms", "_gathered", "_is_only_form", "_journal", "_most_tokens", "_parts", "_silence"),
-        *("_take_token", "_transport", "_wait_for_room", "_wants_ids"),
+        "_client",
+        "_counts_text",
+        "_delivered",
+        "_direct",
+        "_form",
+        "_forms",
+        "_gathered",
+        "_is_only_form",
+        "_journal",
+        "_most_tokens",
+        "_now_s",
+        "_number",
+        "_parts",
+        "_relay",
+        "_silence",
+        "_take_token",
+        "_transport",
+        "_wants_ids",
     )
 
     def __init__(
         self,
+        relay: "Relay",
         journal: Journal,
+        attempt: Reported,
+        client: Client,
         templates: Sequence[EventTemplate],
         head_bytes: int,
-        client: Client,
-        direct: SseClient | None,
-        *,
-        delivered: Delivered,
-        silence: SilenceTimer,
-        clock: Callable[[], float],
-        wait_for_room: Callable[[], None],
     ) -> None:
-        """`head_bytes`: size of the events' head, which the stream's head replaces. `direct`:
-        `client.direct`, to whose connection tokens are written; None: `client.take_token` gets
-        them. `wait_for_room` pauses reading from the engine; it is called after each write that
-        leaves the client blocked.
+        """`head_bytes`: size of the events' head, which the stream's head replaces. Tokens are
+        written to the connection of `client.direct`; None: `client.take_token` gets them.
         """
+        self._relay = relay
         self._journal = journal
-        self._attempt = journal.attempt
+        self._number = attempt.number
         most = journal.parsed.request.max_tokens
         self._most_tokens = _MOST_TOKENS if most is None else most
         self._client = client
         self._take_token = client.take_token
-        self._direct = direct
+        self._direct = direct = client.direct
         self._transport = None if direct is None else direct.transport
-        self._delivered = delivered
-        self._silence = silence
-        self._clock = clock
-        self._wait_for_room = wait_for_room
+        self._delivered = attempt.delivered
+        self._silence = attempt.silence
+        self._now_s = attempt.now_s
         self._wants_ids = journal.wants_ids
         self._counts_text = journal.text_sent is not None
         self._parts = journal.parts
@@ -218,12 +217,12 @@ class TokenPath:
             return data if self._is_only_form else self._take_others(data)
         token_id, text_end, text = found
         journal, transport, direct = self._journal, self._transport, self._direct
-        ids, now_s = journal.output_ids, self._clock()
+        ids, now_s = journal.output_ids, self._now_s()
         begin = at + form.skipped_bytes
         end = event_end if self._wants_ids else text_end + form.ids_bytes
         framed = form.framing_bytes + end - begin
         if (
-            journal.attempt != self._attempt
+            journal.attempt != self._number
             or journal.finish_reason is not None
             or len(ids) >= self._most_tokens
             or (transport is not None and transport.is_closing())
@@ -250,7 +249,7 @@ class TokenPath:
             assert self._take_token is not None
             self._take_token(token_id, form.opening + data[begin:end] + form.end, now_s)
         if self._client.blocked:
-            self._wait_for_room()
+            self._relay.wait_for_room()
         self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
         # Like `Journal.wrote`, without its first case: an event before those of the template has
@@ -280,7 +279,7 @@ class TokenPath:
                 assert self._transport is not None
                 self._transport.write(b"".join(gathered))
         if self._client.blocked:
-            self._wait_for_room()
+            self._relay.wait_for_room()
         return data[done:]
 
     def _take_any(self, chunk: bytes) -> bool:
@@ -321,10 +320,10 @@ class ErrorEventError(EngineError):
 class Relay(AnswerReader):
     """Writes the events of one attempt to the journal and to the client.
 
-    `resumed` is called at the attempt's first new token or end, and again after each
-    `expect_token`. With a `continuation` the relay makes the client's events from the engine's ids
-    or text; otherwise it passes on the engine's own events, and drops with `replays` what the
-    client already has.
+    The attempt has `resumed` at its first new token or end, and again after each `expect_token`.
+    With a `continuation` the relay makes the client's events from the engine's ids or text;
+    otherwise it passes on the engine's own events, and drops with `replays` what the client already
+    has.
     """
 
     __slots__ = (
@@ -338,26 +337,13 @@ class Relay(AnswerReader):
         self,
         journal: Journal,
         client: Client,
-        attempt: int,
+        attempt: Reported,
         *,
-        clock: Callable[[], float],
-        resumed: Callable[[], None],
-        delivered: Delivered,
-        completed: Callable[[], None] = lambda: None,
         exact: bool = True,
         continuation: Continuation | EngineText | None = None,
         replays: bool = False,
-        silence: SilenceTimer | None = None,
     ) -> None:
-        super().__init__(
-            journal,
-            attempt,
-            clock=clock,
-            resumed=resumed,
-            delivered=delivered,
-            completed=completed,
-            silence=silence or SilenceTimer(clock()),
-        )
+        super().__init__(journal, attempt)
         self._client = client
         self._continuation = continuation
         self._replayed = ReplayedOutput(journal) if replays else None
@@ -401,9 +387,9 @@ class Relay(AnswerReader):
             UndecodableError: a parsed piece of the message cannot be read.
             ClientGoneError: the client is gone.
         """
-        self.silence.heard_s = self._clock()
+        self._attempt.silence.heard_s = self._attempt.now_s()
         # Drop late tokens of a superseded attempt.
-        if self._attempt != self._journal.attempt:
+        if self._attempt.number != self._journal.attempt:
             return Need.NOTHING
         if not self._pass_on(self._splitter.feed(data)):
             if self._templates:
@@ -413,7 +399,7 @@ class Relay(AnswerReader):
         self.shortcut = None
         # The client does not wait for the rest of the response, whose failure does not concern the
         # stream.
-        self._completed()
+        self._attempt.completed()
         return Need.END if self._continuation is None else Need.NOTHING
 
     def _find_shortcut(self) -> Shortcut | None:
@@ -422,15 +408,7 @@ class Relay(AnswerReader):
             return None
         if self._path is None:
             self._path = TokenPath(
-                self._journal,
-                self._templates,
-                self._head_bytes,
-                self._client,
-                self._client.direct,
-                delivered=self._delivered,
-                silence=self.silence,
-                clock=self._clock,
-                wait_for_room=self.wait_for_room,
+                self, self._journal, self._attempt, self._client, self._templates, self._head_bytes
             )
         return self._path.take
 
@@ -452,7 +430,9 @@ class Relay(AnswerReader):
     def _resume(self) -> None:
         # Do not resume the connection of a finished attempt: it may serve another attempt.
         if self.flow is not None and not self.is_complete:
-            self.silence.heard_s = self._clock()  # The silence until now was this proxy's fault.
+            self._attempt.silence.heard_s = (
+                self._attempt.now_s()
+            )  # The silence until now was this proxy's fault.
             self.flow.resume()
 
     def expect_token(self) -> None:
@@ -470,7 +450,7 @@ class Relay(AnswerReader):
         """Send the end of a stream that has all its ids, without an engine."""
         assert self._continuation is not None
         event = self._own_event(self._continuation.end())
-        self._resumed()
+        self._attempt.resumed()
         if self._journal.marks is not None:
             self._journal.marks.append(self._journal.seq)
         self._client.send([self._counted(event) if self._counts_each else event])
@@ -519,12 +499,12 @@ class Relay(AnswerReader):
             # The client gets its token before the core is informed, which measures the gap since
             # the write before.
             self._noted = True
-            self._resumed()
+            self._attempt.resumed()
         if is_new:
-            now_s = self._clock()
+            now_s = self._attempt.now_s()
             journal.wrote(now_s)
-            self._delivered.last_s = now_s
-            self._delivered.tokens += new_tokens
+            self._attempt.delivered.last_s = now_s
+            self._attempt.delivered.tokens += new_tokens
         if fault is not None:
             raise fault
         return done

@@ -11,7 +11,7 @@ stream continues with its record.
 """
 
 from array import array
-from typing import Any, Unpack
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,7 @@ from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.openai.usage import facts_of
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.streams.relay import AnswerReader, Told
+from kvrs.proxy.streams.relay import AnswerReader, Reported
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.upstream import Need
@@ -73,16 +73,14 @@ class WholeAnswer(AnswerReader):
 
     __slots__ = ("_client", "_pieces", "_size_bytes")
 
-    def __init__(
-        self, journal: Journal, client: WholeClient, attempt: int, **told: Unpack[Told]
-    ) -> None:
-        super().__init__(journal, attempt, **told)
+    def __init__(self, journal: Journal, client: WholeClient, attempt: Reported) -> None:
+        super().__init__(journal, attempt)
         self._client = client
         self._pieces: list[bytes] = []
         self._size_bytes = 0
 
     def feed(self, data: bytes) -> Need:
-        self.silence.heard_s = self._clock()
+        self._attempt.silence.heard_s = self._attempt.now_s()
         self._pieces.append(data)
         self._size_bytes += len(data)
         if self._size_bytes > _MOST_BYTES:
@@ -118,12 +116,12 @@ class WholeAnswer(AnswerReader):
         fields.pop("index", None)
         if not journal.wants_ids:
             fields.pop("token_ids", None)
-        self._resumed()
+        self._attempt.resumed()
         self._client.take_whole(fields)
-        self._delivered.last_s = self._clock()
-        self._delivered.tokens += journal.usage.completion_tokens
+        self._attempt.delivered.last_s = self._attempt.now_s()
+        self._attempt.delivered.tokens += journal.usage.completion_tokens
         self.is_complete = True
-        self._completed()
+        self._attempt.completed()
 
     def _note(self, answer: _Answer, choice: _Choice) -> None:
         """Write the answer to the journal. Raises UpstreamError, or the decoder's error for an

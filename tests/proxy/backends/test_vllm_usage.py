@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from kvrs.core.fleet.silence import Delivered
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import sse, usage_of
 from kvrs.protocol.openai.usage import NO_FACTS, EngineFacts, facts_of, facts_together, with_facts
@@ -13,6 +12,7 @@ from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs_testkit.answered import AnsweredAttempt
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, Sampler
 from kvrs_testkit.scripted_vllm import BESIDE_USAGE
@@ -187,9 +187,7 @@ def test_an_engine_that_goes_on_by_itself_knows_its_own_part_only(is_later: bool
     if is_later:
         journal.output_ids.append(4)
         journal.prompt_ids, journal.head = [1], b'{"id":"a","created":1,"model":"m"'
-    relay = Relay(
-        journal, WholeClient(), 1, clock=float, resumed=lambda: None, delivered=Delivered()
-    )
+    relay = Relay(journal, WholeClient(), AnsweredAttempt())
 
     for event in events:
         relay.feed(sse(json.dumps(event, separators=(",", ":")).encode()))

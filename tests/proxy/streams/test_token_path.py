@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from experiments.bench_proxy.texts import TEXTS as TEXTS_OF_TOKENS
 from experiments.bench_proxy.texts import Text
-from kvrs.core.fleet.silence import Delivered
+from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import (
@@ -29,6 +29,7 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import head_of
 from kvrs.proxy.wire.upstream import HttpResponse, Need, Shortcut, Upstream, end_of_chunk
+from kvrs_testkit.answered import AnsweredAttempt
 from kvrs_testkit.examples import examples
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -96,17 +97,16 @@ class Way:
         self.journal = journal
         self.wire = Wire()
         self.client = Client(self.wire, is_direct=is_short)
-        self.delivered = Delivered()
+        self.delivered, self.silence = Delivered(), SilenceTimer(0.0)
         self.reads = 0  # Each comes later after the one before it than that did.
         self.taken = 0  # Tokens that were shortened.
         self.said: list[str] = []
         self.relay = Relay(
             journal,
             self.client,
-            journal.attempt,
-            clock=lambda: float(self.reads**2),
-            resumed=lambda: None,
-            delivered=self.delivered,
+            AnsweredAttempt(
+                journal.attempt, lambda: float(self.reads**2), self.delivered, self.silence
+            ),
             exact=not is_plain,
         )
         self.relay.flow = cast(Any, self)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.core.fleet.silence import Delivered
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.proxy.api.choices import ChoiceClient, Merger
@@ -21,6 +20,7 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import EventSplitter, number_choice
 from kvrs.proxy.wire.upstream import Need
+from kvrs_testkit.answered import AnsweredAttempt
 from kvrs_testkit.examples import examples
 
 Event = dict[str, Any]
@@ -152,9 +152,7 @@ def relayed(
     client = Collector()
     journal.wants_usage = index == 0  # That of several choices is counted together.
     to = client if index == 0 else ChoiceClient(client, Merger(), index, journal, None)
-    relay = Relay(
-        journal, to, journal.attempt, clock=float, resumed=lambda: None, delivered=Delivered()
-    )
+    relay = Relay(journal, to, AnsweredAttempt(journal.attempt))
     for each in [*events, b"[DONE]"]:
         chunk = lead + (b"data: " + each + b"\n\n").replace(b"\n", end)
         lead = b""

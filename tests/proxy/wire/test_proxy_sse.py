@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.core.fleet.silence import Delivered
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import (
@@ -43,6 +42,7 @@ from kvrs.proxy.wire.sse import (
 )
 from kvrs.proxy.wire.upstream import Need
 from kvrs_testkit.allocations import allocated_bytes
+from kvrs_testkit.answered import AnsweredAttempt
 from kvrs_testkit.examples import examples
 
 IDS = st.lists(st.integers(0, 1 << 20), max_size=5)
@@ -397,9 +397,7 @@ def relay(
     journal: Journal, *chunks: bytes, attempt: int = 1, client: Collector | None = None
 ) -> list[bytes]:
     client = client or Collector()
-    copier = Relay(
-        journal, client, attempt, clock=lambda: 0.0, resumed=lambda: None, delivered=Delivered()
-    )
+    copier = Relay(journal, client, AnsweredAttempt(attempt))
     for chunk in chunks:
         if copier.feed(chunk) is not Need.MORE:
             break
@@ -410,9 +408,7 @@ def relay(
 def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
     """One writer per stream: the journal's attempt."""
     journal, client = journal_of(), Collector()
-    copier = Relay(
-        journal, client, 1, clock=lambda: 0.0, resumed=lambda: None, delivered=Delivered()
-    )
+    copier = Relay(journal, client, AnsweredAttempt())
     copier.feed(sse(event("a", [1])))
     journal.attempt = 2
 
@@ -432,18 +428,11 @@ def test_an_attempt_has_resumed_once_its_first_token_is_written() -> None:
             told.append("sending")
             super().send(events)
 
-    copier = Relay(
-        journal,
-        Telling(),
-        1,
-        clock=lambda: 0.0,
-        resumed=lambda: told.append("resumed"),
-        delivered=Delivered(),
-    )
+    copier = Relay(journal, Telling(), AnsweredAttempt(told=told))
     for chunk in (sse(event("a", [1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")):
         copier.feed(chunk)
 
-    assert told == ["sending", "resumed", "sending"]
+    assert told == ["sending", "resumed", "sending", "completed"]
 
 
 class Tap:
@@ -472,9 +461,7 @@ def test_a_client_that_does_not_read_stops_the_engines_bytes_until_it_does() -> 
         def when_free(self, resume: Callable[[], None]) -> None:
             waiting.append(resume)
 
-    copier = Relay(
-        journal, Slow(), 1, clock=lambda: 0.0, resumed=lambda: None, delivered=Delivered()
-    )
+    copier = Relay(journal, Slow(), AnsweredAttempt())
     copier.flow = cast(Any, tap)
     copier.feed(sse(event("a", [1])))
     said = list(tap.said)
@@ -536,10 +523,7 @@ def test_a_token_that_cannot_be_passed_on_is_not_in_the_journal() -> None:
     copier = Relay(
         journal,
         client,
-        2,
-        clock=lambda: 0.0,
-        resumed=lambda: None,
-        delivered=Delivered(),
+        AnsweredAttempt(2),
         exact=False,
         continuation=EngineText(journal),
     )
