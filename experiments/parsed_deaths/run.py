@@ -157,7 +157,7 @@ class Deaths:
             length,
             known_tokens(asked.played, at_byte, is_stream=asked.is_stream),
             tuple(each.option.value for each in recoveries),
-            tuple(each.outcome for each in recoveries),
+            tuple(each.outcome_name for each in recoveries),
             judge(answer, [calm, *variants]),
         )
 

@@ -210,7 +210,7 @@ class Cluster(ProxyCluster):
 
     @property
     def recoveries(self) -> list[Recovery]:
-        return list(self.proxy.parts.driver.recoveries.entries)
+        return list(self.proxy.parts.driver.recoveries.latest)
 
     @property
     def violations(self) -> list[str]:

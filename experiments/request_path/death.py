@@ -124,7 +124,7 @@ async def recover(watch: AbstractContextManager[object] = _UNWATCHED) -> None:
             driver.control.instances.known[LOST], "killed", time.monotonic()
         )
         await called.wait()
-    assert len(driver.recoveries.entries) == 1
+    assert len(driver.recoveries.latest) == 1
     await driver.close()
     await running
 

@@ -8,7 +8,7 @@ one record (`LiveStream`), in which the policy writes its place and stage.
 
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from typing import Generic, Protocol, TypeVar, assert_never
+from typing import Any, Generic, Protocol, TypeVar, assert_never, get_args
 
 import msgspec
 
@@ -49,6 +49,9 @@ Trace = Callable[[float, ev.Event, list[act.Action]], None]
 S = TypeVar("S", bound=LiveStream)
 _S = TypeVar("_S", bound=LiveStream, contravariant=True)
 
+# A request that nothing befalls has no event and no action of these.
+_SHOWN: frozenset[type[Any]] = frozenset({*get_args(ev.Shown), *get_args(act.Shown)})
+
 
 class Shell(Protocol[_S]):
     """Performs the decisions of `Control` in the order of the calls. It decides nothing."""
@@ -76,17 +79,18 @@ class Shell(Protocol[_S]):
     def end_stream(self, live: _S, outcome: Outcome) -> None:
         """Tell the client how its stream ended."""
 
-    def stream_closed(self, live: _S) -> None:
-        """Note that the stream has left all books. Called once per stream."""
+    def stream_closed(self, live: _S) -> bool:
+        """Note that the stream has left all books, and return whether it was being recovered.
+        Called once per stream.
+        """
 
-    def note(self, action: act.Record) -> None:
-        """Show operators a record of a decision of the policy."""
+    def note(self, event: ev.Event, actions: Sequence[act.Action], now_s: float) -> None:
+        """Show operators an event and the policy's answer, before any of it is performed. Called
+        if either is one of `Shown`, and for the end of a stream that was being recovered.
+        """
 
     def wake_at(self, at_s: float) -> None:
         """Report `TimerFired` to `Control` at `at_s`."""
-
-    def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
-        """Show people that an instance is up or lost, or its GPU's health."""
 
     def weights_known(self) -> None:
         """End streams that turn out to have tokens of different weights."""
@@ -152,7 +156,7 @@ class Control(Generic[S]):
         self.gpus = Gpus(self.instances.known)
         self._shell = shell
         self._trace = trace
-        self._events: deque[tuple[ev.Event, float]] = deque()
+        self._events: deque[tuple[ev.Event, float, bool]] = deque()
         self._telling = False
         self._postponed: deque[tuple[Callable[[float], None], float]] = deque()
 
@@ -222,7 +226,7 @@ class Control(Generic[S]):
             return
         self._shell.end_attempt(live)
         del self.streams[live.id]
-        self._shell.stream_closed(live)
+        was_recovering = self._shell.stream_closed(live)
         # A stream resumed elsewhere needs its kept KV; leases that are not renewed expire.
         let_go = self.leases.drop if live.journal.resumable else self.leases.release
         for instance in live.prefilled_at:
@@ -233,23 +237,28 @@ class Control(Generic[S]):
             self.fences.ended(live.id, self.instances.known)
         there = live.attempt.runs_on if cause else None
         at = None if there is None else there.id
-        self.tell(ev.StreamEnded(live.id, live.journal.attempt, cause, at), now_s)
+        ended = ev.StreamEnded(live.id, live.journal.attempt, cause, at)
+        self.tell(ended, now_s, is_shown=was_recovering or bool(cause))
 
-    def tell(self, event: ev.Event, now_s: float) -> None:
-        """Pass an event to the policy, and perform its actions; events caused by these follow."""
+    def tell(self, event: ev.Event, now_s: float, *, is_shown: bool = False) -> None:
+        """Pass an event to the policy, and perform its actions; events caused by these follow.
+        `is_shown`: operators are shown the event, whatever its kind.
+        """
         if self._telling:
-            self._events.append((event, now_s))
+            self._events.append((event, now_s, is_shown))
             return
         if self._postponed:
             self.catch_up()
-        self._events.append((event, now_s))
+        self._events.append((event, now_s, is_shown))
         self._telling = True
         try:
             while self._events:
-                event, now_s = self._events.popleft()
+                event, now_s, is_shown = self._events.popleft()
                 actions = self.policy.handle(event, now_s)
                 if self._trace is not None:
                     self._trace(now_s, event, actions)
+                if is_shown or type(event) in _SHOWN or not _SHOWN.isdisjoint(map(type, actions)):
+                    self._shell.note(event, actions, now_s)
                 for action in actions:
                     if isinstance(action, act.Start):
                         self._start(action, now_s)
@@ -297,7 +306,7 @@ class Control(Generic[S]):
                 | act.Ejected()
                 | act.Readmitted()
             ):
-                self._shell.note(action)
+                pass  # Records, which `note` has shown.
             case act.WakeAt():
                 self._shell.wake_at(action.at_s)
             case _:
@@ -330,7 +339,6 @@ class Control(Generic[S]):
         live.plan = action.plan
         if action.plan.places:
             self.checkpoints.planned(live, action.plan)
-        self._shell.note(action)
 
     def _goes_on(self, live: S, now_s: float) -> bool:
         """Return whether the stream, whose attempt is over, needs and may have another attempt;
@@ -425,7 +433,6 @@ class Control(Generic[S]):
             seen.store,
             seen.generates,
         )
-        self._shell.instance_changed(event)
         self.tell(event, now_s)
         return self.instances.known[known.id]
 
@@ -534,9 +541,7 @@ class Control(Generic[S]):
     def gpus_seen(self, node: NodeId, gpus: Sequence[GpuHealth], now_s: float) -> None:
         """Note the health of a node's GPUs, as published by its agent."""
         for instance, state, reason in self.gpus.seen(node, gpus):
-            event = ev.GpuJudged(instance, state, reason, self.produced_on(instance))
-            self._shell.instance_changed(event)
-            self.tell(event, now_s)
+            self.tell(ev.GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
 
     def instance_lost(self, known: Member, cause: str, now_s: float) -> None:
         """Report an instance's loss, with all victims in one event, so that the policy can spread
@@ -551,9 +556,7 @@ class Control(Generic[S]):
             self.halt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = live.journal.produced_tokens
-        event = ev.InstanceLost(known.id, known.epoch, cause, produced)
-        self._shell.instance_changed(event)
-        self.tell(event, now_s)
+        self.tell(ev.InstanceLost(known.id, known.epoch, cause, produced), now_s)
 
     def reload(self, after: Configured, now_s: float) -> None:
         """Apply sections `policy` and `slo` of `after`; open streams and learned values stay."""

@@ -5,7 +5,7 @@ former attempts on to the policy on purpose. Invariants are checked with every e
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -274,35 +274,33 @@ class SimShell:
     def give_end(self, live: SimStream, plan: act.Plan) -> None:
         raise AssertionError("a simulated proxy has no tokenizer")
 
-    def stream_closed(self, live: SimStream) -> None:
-        pass
+    def stream_closed(self, live: SimStream) -> bool:
+        return False
 
-    def note(self, action: act.Record) -> None:
-        if isinstance(action, act.Recovered):
-            live = self.proxy.streams[action.stream]
-            live.option = action.option
-            live.recoveries += 1
-            live.last_recovery = SimRecovery(
-                action,
-                self.proxy.now_s,
-                None if live.attempt.plan is None else live.attempt.plan.decode,
-                len(live.journal.output_ids),
-                live.journal.last_token_s,
-            )
-            self.proxy.recovered.append(live.last_recovery)
-            self.proxy.recoveries[action.option.value] += 1
-        elif isinstance(action, act.Settled):
-            last = self.proxy.streams[action.stream].last_recovery
-            if last is not None and last.action.attempt == action.attempt:
-                last.settled = action
+    def note(self, event: ev.Event, actions: Sequence[act.Action], now_s: float) -> None:
+        for action in actions:
+            if isinstance(action, act.Recovered):
+                live = self.proxy.streams[action.stream]
+                live.option = action.option
+                live.recoveries += 1
+                live.last_recovery = SimRecovery(
+                    action,
+                    self.proxy.now_s,
+                    None if live.attempt.plan is None else live.attempt.plan.decode,
+                    len(live.journal.output_ids),
+                    live.journal.last_token_s,
+                )
+                self.proxy.recovered.append(live.last_recovery)
+                self.proxy.recoveries[action.option.value] += 1
+            elif isinstance(action, act.Settled):
+                last = self.proxy.streams[action.stream].last_recovery
+                if last is not None and last.action.attempt == action.attempt:
+                    last.settled = action
 
     def wake_at(self, at_s: float) -> None:
         self.proxy.after(at_s - self.proxy.now_s, self._wake)
 
     def weights_known(self) -> None: ...
-
-    def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
-        pass
 
     def count_slot(self, outcome: SlotOutcome) -> None:
         self.proxy.slot_outcomes[outcome] += 1

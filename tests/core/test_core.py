@@ -39,6 +39,7 @@ class Driver:
         policy = PolicySettings(recovery=RecoverySettings(gather_s=gather_s))
         config = make_config([P0, D0, P1, D1], policy, SloSettings(), BackupSettings())
         self.gives_end = can_give_end
+        self.recovering: set[StreamId] = set()
         self.performed: list[tuple[str, Any]] = []  # Names of the shell's methods, and arguments.
         self.events: list[ev.Event] = []
         self.control = Control[SimStream](
@@ -58,6 +59,10 @@ class Driver:
 
     def catch_up_soon(self) -> None:
         self.control.catch_up()
+
+    def stream_closed(self, live: SimStream) -> bool:
+        self.performed.append(("stream_closed", (live,)))
+        return live.id in self.recovering
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: self.performed.append((name, arguments))
@@ -326,6 +331,55 @@ def test_a_stream_is_closed_once() -> None:
         driver.control.close(live, 1.0)
 
     assert driver.calls_of("stream_closed") == [(live,)]
+
+
+def test_operators_are_shown_nothing_of_a_healthy_request() -> None:
+    """Nor is anything of incidents done for it."""
+    driver = Driver()
+    driver.performed.clear()
+
+    live = driver.decoding()
+    driver.control.end(live, Complete(), 1.0)
+
+    assert driver.events[-1] == ev.StreamEnded(S, 1)
+    assert driver.calls_of("note") == []
+
+
+def test_a_death_is_shown_once_and_each_event_until_its_stream_is_back() -> None:
+    """With the actions that it called for, before they are performed."""
+    driver = Driver()
+    live = driver.decoding()
+    driver.performed.clear()
+
+    assert live.instance is not None
+    driver.lose(live.instance)
+    assert live.attempt.plan is not None
+    attempt = Attempt(driver.control, live, live.attempt.plan)
+    attempt.begin()
+    attempt.prefilled(1.2)
+    attempt.decode()
+    attempt.resumed(1.4)
+
+    shown = [(type(event), *map(type, actions)) for event, actions, _ in driver.calls_of("note")]
+    assert shown == [
+        (ev.InstanceLost, act.Start, act.Recovered, act.WakeAt),
+        (ev.StreamResumed, act.Settled),
+    ]
+    names = [name for name, _ in driver.performed]
+    assert names.index("note") < names.index("begin_attempt")
+
+
+@pytest.mark.parametrize("cause", ["", "cannot be continued exactly: tokens"])
+def test_an_end_is_shown_for_its_cause_or_if_its_stream_was_being_recovered(cause: str) -> None:
+    for is_recovering in (False, True):
+        driver = Driver()
+        live = driver.decoding()
+        driver.recovering = {S} if is_recovering else set()
+        driver.performed.clear()
+
+        driver.control.close(live, 1.0, cause)
+
+        assert len(driver.calls_of("note")) == (is_recovering or bool(cause))
 
 
 def test_an_adopted_stream_holds_what_is_still_there() -> None:

@@ -5,6 +5,8 @@ from math import inf
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvrs.cli.incidents import incidents, shown_options
@@ -20,16 +22,20 @@ from kvrs.core.model.incident import (
     Incident,
     Moment,
     RecordedDecision,
+    brief,
+    compared,
     off_words,
     sentence,
 )
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.proxy.streams.recoveries import least_estimates
 from tests.core.policy_harness import instance_up, load
 from tests.core.recorded_incident import BACKUP, A, B, incident
 
 HEADER = header_line(PolicySettings(), SloSettings(), BACKUP)
 D0, D1, P0 = InstanceId("d0"), InstanceId("d1"), InstanceId("p0")
 AGENT = InstanceId("agent-n0")
+AT = Moment(0.0, None)
 WALL_S = 1_795_237_595.0  # 2026-11-21 05:06:35 UTC
 Told = tuple[float, ev.Event, Sequence[act.Action]]
 
@@ -267,6 +273,37 @@ def test_a_proxy_keeps_a_bounded_part() -> None:
     assert isinstance(decision.action, act.Recovered)
     assert len(decision.action.estimates) == 1
     assert [each.subject for each in kept.entries] == ["d6", "d7", "d8"]
+
+
+NUMBERS = st.integers(0, 3).map(float)
+ESTIMATES = st.builds(
+    Estimate,
+    st.sampled_from([Option.MIGRATE, Option.RESTORE, Option.RECOMPUTE]),
+    st.sampled_from([D0, D1]),
+    NUMBERS,
+    at_target_s=NUMBERS,
+)
+
+
+@given(st.lists(ESTIMATES, min_size=1), st.integers(0, 9), NUMBERS)
+def test_what_is_kept_of_a_decision_shows_the_same(
+    estimates: list[Estimate], chosen: int, others: float
+) -> None:
+    """In the state, and on the page, which counts the wait of other victims."""
+    taken = estimates[chosen % len(estimates)]
+    action = act.Recovered(
+        A, 2, taken.option, taken.next_token_s, tuple(estimates), "killed", D0, others
+    )
+
+    kept = brief(action)
+
+    assert len(kept.estimates) <= 5
+    assert least_estimates(kept) == least_estimates(action)
+    whole, of_kept = (
+        {each.option: id(each) for each in compared(one, RecordedDecision(0, AT, one, None).chosen)}
+        for one in (action, kept)
+    )
+    assert of_kept == whole
 
 
 def happened(lines: list[str]) -> list[Incident]:

@@ -1,19 +1,18 @@
-"""Book of a proxy's incidents.
+"""Book of a proxy's incidents, with the decisions about the streams that they hit.
 
-Pure. `Incidents` reads a policy's events with its actions: in a proxy as they happen, in `kvrs
-incidents` from the event log. A request that is at fault itself is no incident.
+Pure. `Incidents` reads a policy's events with its actions: in `kvrs incidents` all of an event log,
+in a proxy (`RecoveryLog`) those that `Control` shows. A request that is at fault itself is no
+incident.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import Any
-
-import msgspec
+from collections.abc import Mapping, Sequence
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.incident import (
+    AttemptEnd,
     Fate,
     HitStream,
     Incident,
@@ -21,12 +20,14 @@ from kvrs.core.model.incident import (
     Loss,
     Moment,
     RecordedDecision,
-    compared,
+    brief,
 )
 from kvrs.ids import InstanceId, StreamId
 
 # Streams of an incident whose decisions a proxy keeps; the others are counted.
 MOST_STREAMS = 100
+
+_Plans = Mapping[tuple[StreamId, int], act.Plan]  # By stream and attempt.
 
 
 class Incidents:
@@ -42,7 +43,8 @@ class Incidents:
         self._count = 0
         # The incident that further failures of an instance, or of a kind, belong to.
         self._open: dict[InstanceId | act.Reason | None, Incident] = {}
-        self._running: dict[StreamId, list[tuple[Incident, HitStream]]] = {}
+        # Streams that are being recovered, each with the incidents that have hit it.
+        self.hit: dict[StreamId, list[tuple[Incident, HitStream]]] = {}
         self._draining: set[InstanceId] = set()
         self._agents_down: set[InstanceId] = set()
         # The last exit that was reported before its loss was noticed.
@@ -51,7 +53,7 @@ class Incidents:
     @property
     def running(self) -> int:
         """Number of streams that are being recovered."""
-        return len(self._running)
+        return len(self.hit)
 
     def note(
         self,
@@ -61,14 +63,33 @@ class Incidents:
         actions: Sequence[act.Action],
         line: int = 0,
     ) -> None:
-        told = [each for each in actions if type(each) in _NOTED]
-        # Most events concern streams that no incident has hit.
-        if not told and type(event) not in _NOTED:
-            return
         at = Moment(now_s, wall_s)
         self._note_event(at, event, line)
-        for action in told:
-            self._note_action(at, event, action, actions, line)
+        if actions:
+            starts = [each for each in actions if isinstance(each, act.Start)]
+            plans = {(each.stream, each.attempt): each.plan for each in starts}
+            for action in actions:
+                self._note_action(at, event, action, plans, line)
+
+    def decided(
+        self, line: int, at: Moment, action: act.Recovered, plan: act.Plan | None
+    ) -> RecordedDecision:
+        """Make the record of a recovery that has been decided."""
+        return RecordedDecision(line, at, action, plan)
+
+    def ended(self, decision: RecordedDecision, end: AttemptEnd) -> None:
+        """Note the end of a decision's attempt; a later one of the same attempt is none."""
+
+    def loaded(self, action: act.RowsLoaded) -> None:
+        """Note what a restore has loaded; its stream may have ended."""
+        for incident in reversed(self.entries):
+            victim = incident.victims.get(action.stream)
+            for each in () if victim is None else reversed(victim.decisions):
+                decided = each.action
+                if isinstance(decided, act.Recovered) and decided.attempt == action.attempt:
+                    each.loaded = action
+                    incident.not_loaded += decided.option is not action.option
+                    return
 
     def _note_event(self, at: Moment, event: ev.Event, line: int) -> None:
         match event:
@@ -83,7 +104,9 @@ class Incidents:
             case ev.AttemptFailed():
                 self._attempt_failed(at, event, line)
             case ev.SlotDenied():
-                self._tried_again(event.stream, event.attempt, f"no slot at {event.target}")
+                decision = self._tried_again(event, f"no slot at {event.target}")
+                if decision is not None:
+                    self.ended(decision, AttemptEnd.DENIED)
             case ev.InstanceUp(info=info) if not event.lives_on:
                 self._up(at, info.id)
             case ev.HolderUp(holder=name):
@@ -95,8 +118,8 @@ class Incidents:
                     found.exit = cause
                 else:
                     self._exits = {(name, epoch): cause}
-            case ev.StreamEnded() if event.cause or event.stream in self._running:
-                self._ended(at, event)
+            case ev.StreamEnded() if event.cause or event.stream in self.hit:
+                self._stream_ended(at, event)
             case _:
                 self._note_drain(event)
 
@@ -116,28 +139,29 @@ class Incidents:
         at: Moment,
         event: ev.Event,
         action: act.Action,
-        actions: Sequence[act.Action],
+        plans: _Plans,
         line: int,
     ) -> None:
         match action:
             case act.Recovered(stream=stream, attempt=attempt):
-                starts = (each for each in actions if isinstance(each, act.Start))
-                its = (s.plan for s in starts if (s.stream, s.attempt) == (stream, attempt))
-                self._decided(RecordedDecision(line, at, action, next(its, None)))
+                kept = brief(action) if self._is_brief else action
+                plan = plans.get((stream, attempt))
+                self._recovers(self.decided(line, at, kept, plan), kept)
             case act.Redirect(stream=stream, attempt=attempt):
                 if (decision := self._decision(stream, attempt)) is not None:
                     decision.new_plan = action.plan
             case act.Settled(stream=stream, attempt=attempt):
                 if (decision := self._decision(stream, attempt)) is not None:
                     decision.settled = action
+                    self.ended(decision, AttemptEnd.RESUMED)
                 gap_s = event.gap_s if isinstance(event, ev.StreamResumed) else None
                 self._resolve(stream, Fate.BACK, gap_s)
             case act.RowsLoaded():
-                self._loaded(action)
+                self.loaded(action)
             case act.GiveUp(reason=act.Reason.REFUSED):
                 self._rejected(action.stream)
             case act.GiveUp():
-                self._given_up(RecordedDecision(line, at, action, None))
+                self._given_up(RecordedDecision(line, at, action, None), action)
             case _:
                 pass
 
@@ -174,7 +198,7 @@ class Incidents:
         self._draining.discard(name)
 
     def _hit(self, incident: Incident, stream: StreamId) -> HitStream:
-        hits = self._running.setdefault(stream, [])
+        hits = self.hit.setdefault(stream, [])
         for found, victim in hits:
             if found is incident:
                 return victim
@@ -188,10 +212,10 @@ class Incidents:
     def _attempt_failed(self, at: Moment, event: ev.AttemptFailed, line: int) -> None:
         is_refusal = event.failure is ev.FailureKind.REFUSED
         loss = Loss(line, at, event.instance, event.cause, event.stream, is_refusal)
-        if hits := self._running.get(event.stream):
+        if hits := self.hit.get(event.stream):
             incident, victim = hits[-1]
             victim.is_refused &= is_refusal
-            self._tried_again(event.stream, event.attempt, event.cause)
+            self._tried_again(event, event.cause)
         else:
             incident = self._at(at, event.instance, IncidentKind.FAILED, event.cause)
             self._hit(incident, event.stream).is_refused = is_refusal
@@ -199,54 +223,41 @@ class Incidents:
         if not self._is_brief or len(incident.losses) < MOST_STREAMS:
             incident.losses.append(loss)
 
-    def _tried_again(self, stream: StreamId, attempt: int, cause: str) -> None:
-        if (decision := self._decision(stream, attempt)) is not None:
+    def _tried_again(
+        self, event: ev.AttemptFailed | ev.SlotDenied, cause: str
+    ) -> RecordedDecision | None:
+        decision = self._decision(event.stream, event.attempt)
+        if decision is not None:
             decision.retried_for = cause
+        return decision
 
     def _decision(self, stream: StreamId, attempt: int) -> RecordedDecision | None:
         """Return the last decision of a running recovery, if it is of this attempt."""
-        for _, victim in reversed(self._running.get(stream, [])):
+        for _, victim in reversed(self.hit.get(stream, [])):
             for decision in victim.decisions[-1:]:
                 if getattr(decision.action, "attempt", None) == attempt:
                     return decision
         return None
 
-    def _decided(self, decision: RecordedDecision) -> None:
-        action = decision.action
-        assert isinstance(action, act.Recovered)
-        if all(each.option is not Option.RESTORE for each in action.estimates):
-            decision.agents_down = tuple(sorted(self._agents_down))
-        if self._is_brief:
-            # Estimates for all targets would take megabytes in a large cluster.
-            kept = tuple(compared(action, decision.chosen))
-            decision.action = msgspec.structs.replace(action, estimates=kept)
-        if hits := self._running.get(action.stream):
+    def _recovers(self, decision: RecordedDecision, action: act.Recovered) -> None:
+        down = self._agents_down
+        if down and Option.RESTORE not in {each.option for each in action.estimates}:
+            decision.agents_down = tuple(sorted(down))
+        if hits := self.hit.get(action.stream):
             for _, victim in hits:
                 for earlier in victim.decisions[-1:]:
                     earlier.retried_for = earlier.retried_for or action.cause
+                    self.ended(earlier, AttemptEnd.FAILED)
             victim = hits[-1][1]
         else:
             incident = self._at(decision.at, action.failed, IncidentKind.MOVED, action.cause)
             victim = self._hit(incident, action.stream)
         victim.decisions.append(decision)
 
-    def _loaded(self, action: act.RowsLoaded) -> None:
-        """Note what a restore has loaded; its stream may have ended."""
-        for incident in reversed(self.entries):
-            victim = incident.victims.get(action.stream)
-            for each in () if victim is None else reversed(victim.decisions):
-                decided = each.action
-                if isinstance(decided, act.Recovered) and decided.attempt == action.attempt:
-                    each.loaded = action
-                    incident.not_loaded += decided.option is not action.option
-                    return
-
-    def _given_up(self, decision: RecordedDecision) -> None:
-        action = decision.action
-        assert isinstance(action, act.GiveUp)
-        if hits := self._running.get(action.stream):
-            hits[-1][1].decisions.append(decision)
+    def _given_up(self, decision: RecordedDecision, action: act.GiveUp) -> None:
+        if hits := self.hit.get(action.stream):
             self._resolve(action.stream, Fate.LOST)
+            hits[-1][1].decisions.append(decision)
             return
         incident = self._at(decision.at, action.reason, IncidentKind.GIVEN_UP, action.message)
         incident.fates[Fate.LOST] += 1
@@ -254,19 +265,27 @@ class Incidents:
             victim = HitStream(action.stream, Fate.LOST, decisions=[decision])
             incident.victims[action.stream] = victim
 
-    def _resolve(self, stream: StreamId, fate: Fate, pause_s: float | None = None) -> None:
-        hits = self._running.pop(stream, None)
+    def _resolve(
+        self,
+        stream: StreamId,
+        fate: Fate,
+        pause_s: float | None = None,
+        end: AttemptEnd = AttemptEnd.ENDED,
+    ) -> None:
+        hits = self.hit.pop(stream, None)
         if hits is None:
             return
         self.fates[fate] += 1
         for incident, victim in hits:
+            for last in victim.decisions[-1:]:
+                self.ended(last, end)
             victim.fate, victim.pause_s = fate, pause_s
             incident.fates[Fate.RUNNING] -= 1
             incident.fates[fate] += 1
             incident.note_pause(pause_s)
 
-    def _ended(self, at: Moment, event: ev.StreamEnded) -> None:
-        if event.stream not in self._running and event.instance is not None:
+    def _stream_ended(self, at: Moment, event: ev.StreamEnded) -> None:
+        if event.stream not in self.hit and event.instance is not None:
             incident = self._at(at, event.instance, IncidentKind.FAILED, event.cause)
             incident.failed_attempts += 1
             self._hit(incident, event.stream)
@@ -274,8 +293,8 @@ class Incidents:
 
     def _rejected(self, stream: StreamId) -> None:
         """Note that a request is at fault: its refusals are no incidents."""
-        hits = self._running.get(stream, [])
-        self._resolve(stream, Fate.LEFT)
+        hits = self.hit.get(stream, [])
+        self._resolve(stream, Fate.LEFT, end=AttemptEnd.REJECTED)
         for incident, victim in hits:
             its = [each for each in incident.losses if each.is_refusal and each.stream == stream]
             incident.losses = [each for each in incident.losses if each not in its]
@@ -287,13 +306,3 @@ class Incidents:
             if not (incident.is_loss or incident.fates.total()) and incident in self.entries:
                 self.entries.remove(incident)
                 self._open.pop(incident.subject, None)
-
-
-_NOTED: frozenset[type[Any]] = frozenset(
-    {
-        *(ev.InstanceLost, ev.HolderLost, ev.AttemptFailed, ev.SlotDenied, ev.InstanceUp),
-        *(ev.HolderUp, ev.InstanceExited, ev.DrainOrdered, ev.DrainEnded, ev.LoadReported),
-        ev.StreamEnded,
-        *(act.Recovered, act.Redirect, act.Settled, act.RowsLoaded, act.GiveUp),
-    }
-)

@@ -226,4 +226,4 @@ AfterStart = (
 Action = Start | AfterStart
 
 # Actions that are shown to operators.
-Record = Redirect | Recovered | Settled | RowsLoaded | Ejected | Readmitted
+Shown = Redirect | Recovered | Settled | RowsLoaded | GiveUp | Ejected | Readmitted

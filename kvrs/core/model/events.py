@@ -446,3 +446,19 @@ OfCluster = (
     | SettingsReloaded
 )
 Event = OfCluster | OfStream
+
+# Events that are shown to operators. A stream's end is shown if the stream was being recovered, or
+# was ended for a cause.
+Shown = (
+    InstanceUp
+    | InstanceLost
+    | InstanceExited
+    | GpuJudged
+    | DrainOrdered
+    | DrainEnded
+    | LoadReported
+    | HolderUp
+    | HolderLost
+    | AttemptFailed
+    | SlotDenied
+)

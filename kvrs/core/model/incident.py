@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum, StrEnum, auto
+from itertools import chain
 from math import isfinite
 from typing import NamedTuple
+
+import msgspec
 
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option, real_over_predicted
@@ -60,6 +63,16 @@ class Loss(NamedTuple):
     is_refusal: bool = False  # The instance refused the attempt (HTTP 4xx).
 
 
+class AttemptEnd(StrEnum):
+    """End of the attempt that a recovery began."""
+
+    RESUMED = "resumed"  # The first token has come.
+    FAILED = "failed"  # The stream was decided again.
+    DENIED = "denied"  # The target had no slot.
+    ENDED = "ended"  # The stream ended before.
+    REJECTED = "rejected"  # The attempt has only shown that its request is at fault.
+
+
 class OptionCost(NamedTuple):
     """An option's best estimate, as the policy compared it."""
 
@@ -71,8 +84,10 @@ class OptionCost(NamedTuple):
     excluded: str  # Cause for which it could not be chosen; empty: it could.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RecordedDecision:
+    """A decision about a stream that was hit. A proxy's records extend it (`Recovery`)."""
+
     line: int
     at: Moment
     action: act.Recovered | act.GiveUp
@@ -201,6 +216,32 @@ def compared(action: act.Recovered, chosen: Estimate | None) -> list[Estimate]:
     for each in sorted(action.estimates, key=lambda e: e.total_s + e.at_target_s * action.others):
         best.setdefault(each.option, each)
     return [*best.values()]
+
+
+def brief(action: act.Recovered) -> act.Recovered:
+    """Return the decision with the estimates that are shown: the chosen one, and of each other
+    option the cheapest over all targets, alone and with the wait of other victims.
+
+    Estimates for all targets would take megabytes in a large cluster; the event log has them.
+    """
+    chosen: Estimate | None = None
+    alone: dict[Option, Estimate] = {}
+    beside: dict[Option, tuple[float, Estimate]] = {}
+    for each in action.estimates:
+        option, cost_s = each.option, each.total_s + each.at_target_s * action.others
+        if option not in alone or each.total_s < alone[option].total_s:
+            alone[option] = each
+        if option not in beside or cost_s < beside[option][0]:
+            beside[option] = cost_s, each
+        if chosen is None and option is action.option and each.next_token_s == action.predicted_s:
+            chosen = each
+    if chosen is not None:
+        alone[chosen.option], beside[chosen.option] = chosen, (0.0, chosen)
+    kept: dict[Option, list[Estimate]] = {option: [] for option in alone}
+    for each in action.estimates:
+        if each is alone[each.option] or each is beside[each.option][1]:
+            kept[each.option].append(each)
+    return msgspec.structs.replace(action, estimates=tuple(chain.from_iterable(kept.values())))
 
 
 @dataclass(slots=True, eq=False)

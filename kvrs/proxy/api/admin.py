@@ -176,7 +176,7 @@ class Admin:
             "backup": config.backup.mode.value,
         }
         view = overview(
-            self._described(describe_open), policy, self._driver.incidents, self._history
+            self._described(describe_open), policy, self._driver.recoveries, self._history
         )
         return answer(view | {"now_s": time.time(), "began_s": self._began_s})
 

@@ -16,14 +16,14 @@ from kvrs.protocol.speculation import Reload
 from kvrs.proxy.api.picked import cluster_load
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.open_stream import OpenStream
-from kvrs.proxy.streams.recoveries import Recovery
+from kvrs.proxy.streams.recoveries import Recovery, least_estimates
 from kvrs.proxy.watch.gossip_view import GossipView
 
 
 def describe(
     driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
 ) -> dict[str, Any]:
-    recoveries = [_recovery(recovery) for recovery in driver.recoveries.entries]
+    recoveries = [_recovery(recovery) for recovery in driver.recoveries.latest]
     return describe_open(driver, gossip_view, proxy, now_s) | {"recoveries": recoveries}
 
 
@@ -273,26 +273,27 @@ def _stream(
 
 
 def _recovery(recovery: Recovery) -> dict[str, Any]:
+    action, settled = recovery.action, recovery.settled
     return {
-        "at_s": recovery.at_s,
-        "stream": recovery.stream,
-        "attempt": recovery.attempt,
+        "at_s": recovery.at.wall_s,
+        "stream": action.stream,
+        "attempt": action.attempt,
         "option": recovery.option,
-        "from": recovery.failed,
+        "from": action.failed,
         "to": recovery.target,
         "source": recovery.source,
-        "cause": recovery.cause,
+        "cause": action.cause,
         "predicted_s": recovery.predicted_s,
-        "low_s": recovery.low_s,
-        "high_s": recovery.high_s,
+        "low_s": None if settled is None else settled.low_s,
+        "high_s": None if settled is None else settled.high_s,
         "real_s": recovery.real_s,
         "gap_s": recovery.gap_s,
-        "outcome": recovery.outcome,
+        "outcome": recovery.outcome_name,
         "loaded_tokens": recovery.loaded_tokens,
         "computed_tokens": recovery.computed_tokens,
         "adopted_pages": recovery.adopted_pages,
         "recomputed_tokens": recovery.recomputed_tokens,
         "produced_tokens": recovery.produced_tokens,
-        "estimates": msgspec.to_builtins(recovery.estimates),
-        "others": recovery.others,
+        "estimates": msgspec.to_builtins(least_estimates(action)),
+        "others": action.others,
     }

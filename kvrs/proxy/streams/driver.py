@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
@@ -18,7 +19,6 @@ from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.books.agent_slots import SlotOutcome
-from kvrs.core.books.incidents import Incidents
 from kvrs.core.configured import Configured
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import all_refused
@@ -81,7 +81,6 @@ _NO_SPAN = nullcontext()
 # first.
 _REFUSED_RETRY_S = 10.0
 _MOST_CAUSES = 4  # Most causes in an answer.
-INCIDENTS_KEPT = 100
 _STATUS = {
     act.Reason.NO_INSTANCE: 503,
     act.Reason.OVERLOADED: 503,
@@ -132,17 +131,17 @@ class Driver:
         self.request_timeout_s = config.proxy.request_timeout_s
         # Id of this run of the proxy: a proxy that replaces this one has another id.
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
-        self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
-        self.incidents = Incidents(INCIDENTS_KEPT)
         self._event_log = event_log
         self._wall_clock = wall_clock
+        self._told_at = -inf, 0.0  # Time of the last event by both clocks, as `_wall_s` has it.
         self.control = control = Control[OpenStream](
             Configured.of(config),
             run_id=self.run_id,
             shell=self,
             runs_self_tests=config.proxy.self_test,
-            trace=self._trace,
+            trace=None if event_log is None else self._trace,
         )
+        self.recoveries = RecoveryLog(control.streams, clock, wall_clock, metrics.recoveries)
         self.tokenizer = LazyTokenizer(self._files)
         self.parsers = Parsers()
         # vLLM parses reasoning and tool calls differently in streams and in whole answers, so it is
@@ -173,11 +172,16 @@ class Driver:
         self._wakes: set[asyncio.TimerHandle] = set()
 
     def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
-        # Rounded as in the event log, so that both show the same time.
-        wall_s = round(self._wall_clock(), 3)
-        self.incidents.note(now_s, wall_s, event, actions)
         if self._event_log is not None:
-            self._event_log.note(now_s, wall_s, event, actions)
+            self._event_log.note(now_s, self._wall_s(now_s), event, actions)
+
+    def _wall_s(self, now_s: float) -> float:
+        """Return the time of day of an event, once rounded, so that the event log and the page show
+        the same.
+        """
+        if self._told_at[0] != now_s:
+            self._told_at = now_s, round(self._wall_clock(), 3)
+        return self._told_at[1]
 
     @property
     def streams(self) -> Mapping[StreamId, OpenStream]:
@@ -363,29 +367,25 @@ class Driver:
         if attempt.live.refused_by:
             blame_refusers(self._metrics, attempt.live)
         attempt.resumed(self.clock())
-        if attempt.live.id in self.recoveries.running:
-            self.recoveries.resumed(attempt.live.id, attempt.number)
 
     def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
-        match event:
-            case ev.SlotDenied():
-                self.recoveries.settle(live.id, "denied")
-            case ev.AttemptFailed(instance=instance, cause=cause):
-                extra = {
-                    "stream": live.id,
-                    "attempt": event.attempt,
-                    "instance": instance,
-                    "cause": cause,
-                }
-                is_doubted = event.failure in (ev.FailureKind.REFUSED, ev.FailureKind.ERROR)
-                if is_doubted and not live.journal.output_ids:
-                    log.info("attempt refused", extra=extra)
-                    live.refused_by = (*live.refused_by, instance)
-                elif event.failure is ev.FailureKind.DIFFERS:
-                    log.info("output differs", extra=extra)
-                else:
-                    log.warning("attempt failed", extra=extra)
-                    self._metrics.failures.labels(instance).inc()
+        if isinstance(event, ev.AttemptFailed):
+            instance = event.instance
+            extra = {
+                "stream": live.id,
+                "attempt": event.attempt,
+                "instance": instance,
+                "cause": event.cause,
+            }
+            is_doubted = event.failure in (ev.FailureKind.REFUSED, ev.FailureKind.ERROR)
+            if is_doubted and not live.journal.output_ids:
+                log.info("attempt refused", extra=extra)
+                live.refused_by = (*live.refused_by, instance)
+            elif event.failure is ev.FailureKind.DIFFERS:
+                log.info("output differs", extra=extra)
+            else:
+                log.warning("attempt failed", extra=extra)
+                self._metrics.failures.labels(instance).inc()
         # The task that reports here is ending by itself, so it must not be cancelled.
         live.task = None
         self.control.attempt_over(live, event, self.clock())
@@ -415,33 +415,37 @@ class Driver:
     def give_end(self, live: OpenStream, plan: act.Plan) -> None:
         self.begin_attempt(live, plan, gives_end=True)
 
-    def stream_closed(self, live: OpenStream) -> None:
+    def stream_closed(self, live: OpenStream) -> bool:
         self._metrics.streams.ended(live, self.clock())
-        if live.id in self.recoveries.running:
-            self.recoveries.settle(live.id, "ended")
+        return live.id in self.recoveries.hit
 
-    def note(self, action: act.Record) -> None:
-        match action:
-            case act.Recovered():
-                if (recovering := self.streams.get(action.stream)) is not None:
-                    self.recoveries.decided(action, recovering)
-            case act.Redirect():
-                self.recoveries.redirected(self.streams[action.stream])
-            case act.Settled():
-                self.recoveries.predicted(action)
-            case act.RowsLoaded():
-                self.recoveries.loaded(action)
-            case act.Ejected():
-                extra = {
-                    "instance": action.instance,
-                    "cause": action.cause,
-                    "pause_s": action.pause_s,
-                }
-                log.warning("instance ejected", extra=extra)
-            case act.Readmitted():
-                log.info("instance readmitted", extra={"instance": action.instance})
+    def note(self, event: ev.Event, actions: Sequence[act.Action], now_s: float) -> None:
+        self.recoveries.note(now_s, self._wall_s(now_s), event, actions)
+        match event:
+            case ev.InstanceUp(info=info):
+                self._files.accept(info.root)
+                log.info("instance up", extra={"instance": info.id, "epoch": info.epoch})
+                known = self.control.instances.known[info.id]
+                judged = self.aborted_transfers([known]).get(info.id)
+                if judged is not None and not judged.are_held:
+                    extra = {"instance": info.id, "cause": judged.cause}
+                    log.warning("pages of aborted transfers may be overwritten", extra=extra)
+            case ev.InstanceLost(instance=name, cause=cause):
+                log.warning("instance lost", extra={"instance": name, "cause": cause})
+            case ev.GpuJudged(instance=name, state=state, reason=reason):
+                extra = {"instance": name, "state": state, "reason": reason}
+                log.warning("gpu judged", extra=extra)
             case _:
-                assert_never(action)
+                pass
+        for action in actions:
+            match action:
+                case act.Ejected(instance=name, cause=cause):
+                    ejected = {"instance": name, "cause": cause, "pause_s": action.pause_s}
+                    log.warning("instance ejected", extra=ejected)
+                case act.Readmitted(instance=name):
+                    log.info("instance readmitted", extra={"instance": name})
+                case _:
+                    pass
 
     def count_slot(self, outcome: SlotOutcome) -> None:
         self._metrics.slots.labels(outcome).inc()
@@ -468,7 +472,6 @@ class Driver:
             case act.GiveUp(reason=act.Reason.REFUSED):
                 assert live.refusal is not None
                 self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
-                self.recoveries.rejected(live.id)
                 extra = {"stream": live.id, "cause": outcome.message}
                 log.info("request rejected", extra=extra)
                 found = live.refusal
@@ -524,24 +527,6 @@ class Driver:
             if is_promised and self.control.self_tests.differ(live.decoders):
                 cause = "cannot be continued exactly: it has tokens of instances that differ"
                 self.control.end(live, CannotContinue(cause), self.clock())
-
-    def instance_changed(self, event: ev.InstanceUp | ev.InstanceLost | ev.GpuJudged) -> None:
-        match event:
-            case ev.InstanceUp(info=info):
-                self._files.accept(info.root)
-                log.info("instance up", extra={"instance": info.id, "epoch": info.epoch})
-                known = self.control.instances.known[info.id]
-                judged = self.aborted_transfers([known]).get(info.id)
-                if judged is not None and not judged.are_held:
-                    extra = {"instance": info.id, "cause": judged.cause}
-                    log.warning("pages of aborted transfers may be overwritten", extra=extra)
-            case ev.InstanceLost(instance=name, cause=cause):
-                log.warning("instance lost", extra={"instance": name, "cause": cause})
-            case ev.GpuJudged(instance=name, state=state, reason=reason):
-                extra = {"instance": name, "state": state, "reason": reason}
-                log.warning("gpu judged", extra=extra)
-            case _:
-                assert_never(event)
 
 
 def blame_refusers(metrics: Metrics, live: OpenStream) -> None:

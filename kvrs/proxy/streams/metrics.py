@@ -21,13 +21,13 @@ from kvrs import __version__
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.incident import AttemptEnd
 from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import Refusal
 from kvrs.proxy.fleet.supervision import TaskKind
 from kvrs.proxy.streams.detached import detached_counter
 from kvrs.proxy.streams.hand_offs import given_up_counter
-from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
 from kvrs.proxy.streams.stream_metrics import (
     SECONDS,
     DurationSeries,
@@ -176,19 +176,20 @@ class RecoveryMetrics:
         for inside in ("true", "false"):
             self._intervals.labels(inside)
         for option in Option:
-            for outcome in OUTCOMES:
-                self._settled.labels(option, outcome)
+            for end in AttemptEnd:
+                if end is not AttemptEnd.REJECTED:  # Rejected attempts are no recoveries.
+                    self._settled.labels(option, end)
 
-    def settled(self, recovery: Recovery) -> None:
-        option = recovery.option
-        self._settled.labels(option, recovery.outcome).inc()
-        if recovery.real_s is not None:
-            self._predicted.by_value[option].observe(recovery.predicted_s)
-            self._real.by_value[option].observe(recovery.real_s)
-            if recovery.predicted_s > 0:
-                self._off.by_value[option].observe(recovery.real_s / recovery.predicted_s)
-            if recovery.low_s is not None and recovery.high_s is not None:
-                inside = recovery.low_s <= recovery.real_s <= recovery.high_s
+    def count(self, option: Option, outcome: str, settled: act.Settled | None) -> None:
+        """Count a recovery; `settled` has its costs if it has brought a token."""
+        self._settled.labels(option, outcome).inc()
+        if settled is not None:
+            self._predicted.by_value[option].observe(settled.predicted_s)
+            self._real.by_value[option].observe(settled.real_s)
+            if settled.predicted_s > 0:
+                self._off.by_value[option].observe(settled.real_s / settled.predicted_s)
+            if settled.low_s is not None and settled.high_s is not None:
+                inside = settled.low_s <= settled.real_s <= settled.high_s
                 self._intervals.labels("true" if inside else "false").inc()
 
 

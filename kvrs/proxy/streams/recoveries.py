@@ -1,60 +1,48 @@
-"""Records of recoveries: the decision and its reason, its predicted cost, and its real cost."""
+"""Records of a proxy's recoveries: the decision and its reason, its predicted cost, and its real
+cost. They are the decisions of the book of incidents, with what the proxy alone knows of them.
+"""
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from kvrs.core.books.incidents import Incidents
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.incident import AttemptEnd, Moment, RecordedDecision
 from kvrs.core.rules.base import best_by_option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.row_log import RowLog
 from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.stages import RestartReport
+from kvrs.proxy.streams.metrics import RecoveryMetrics
 from kvrs.proxy.streams.open_stream import OpenStream
 from kvrs.proxy.wire.requests import RequestContext
 
 log = logging.getLogger(__name__)
 
 KEPT = 1000
+INCIDENTS_KEPT = 100
 # Time within which a target reports what a restore of rows has loaded: its counters are read each
 # second, and are final once no load is open there.
 _COUNTED_WITHIN_S = 10.0
-# Outcomes, in order: the first token came; the stream was decided again; the target had no slot;
-# the stream ended before.
-OUTCOMES = ("resumed", "failed", "denied", "ended")
 
 
-@dataclass(slots=True, eq=False)
-class Recovery:
-    at_s: float  # Unix time of the decision, for people.
-    stream: StreamId
-    attempt: int
-    option: Option
-    failed: InstanceId | None
-    target: InstanceId | None
-    cause: str
-    # Predicted cost: of the option alone, and once the attempt has its token, beside the other
-    # victims of the event.
-    predicted_s: float
-    estimates: tuple[Estimate, ...]
+@dataclass(slots=True, eq=False, kw_only=True)
+class Recovery(RecordedDecision):
+    action: act.Recovered
+    # Plan of the attempt that stays at its instance; None: another attempt begins, by `new_plan`.
+    stays_by: act.Plan | None = None
+    # Stream, owner epoch and attempt, by which instances report what the attempt does.
+    name: tuple[StreamId, int, int]
     produced_tokens: int
-    decided_s: float  # Monotonic time of the decision, by the clock of `last_write_s`.
+    # Time of the last token before; None: no earlier token.
     last_write_s: float | None
-    settled: act.Settled | None = None  # The policy's record of the token; None: not resumed yet.
-    # Time from the decision to the first new token; None: not resumed yet.
-    real_s: float | None = None
-    gap_s: float | None = (
-        None  # Time from the last token before to the first after; None: no earlier token.
-    )
-    is_of_rows: bool = False  # The target loads rows, and reports later what it has loaded.
-    source: InstanceId | None = None  # First source of fetched KV, or STORE; None: no fetch.
-    outcome: str = "running"  # "running", later one of `OUTCOMES`.
-    owner_epoch: int = 0
+    end: AttemptEnd | None = None  # None: it runs.
     # Tokens of the history that the target fetched and used, and that it computed, by its own
     # count. None: nothing fetched, or not counted.
     loaded_tokens: int | None = None
@@ -63,44 +51,77 @@ class Recovery:
     # tokens of the history.
     adopted_pages: int | None = None
     recomputed_tokens: int | None = None
-    # Other victims per target: each estimate was charged `at_target_s` for each of them.
-    others: float = 0.0
     request_id: str | None = None
     # Context of the client's request while the recovery runs; then None.
     request: RequestContext | None = None
 
     @property
-    def low_s(self) -> float | None:
-        """The lower end of the predicted interval; None: not resumed yet, or not predicted."""
-        return None if self.settled is None else self.settled.low_s
+    def option(self) -> Option:
+        """The option that it is booked as."""
+        return self.action.option if self.loaded is None else self.loaded.option
 
     @property
-    def high_s(self) -> float | None:
-        """The upper end of the predicted interval; None as for `low_s`."""
-        return None if self.settled is None else self.settled.high_s
+    def plan(self) -> act.Plan | None:
+        return self.stays_by if self.new_plan is None else self.new_plan
+
+    @property
+    def target(self) -> InstanceId | None:
+        return None if self.plan is None else self.plan.decode
+
+    @property
+    def source(self) -> InstanceId | None:
+        """The first source of fetched KV, or STORE; None: no fetch."""
+        return None if self.plan is None or not self.plan.runs else self.plan.runs[0].holder
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Return whether the target loads rows, and reports later what it has loaded."""
+        plan, option = self.new_plan, self.action.option
+        return plan is not None and bool(plan.asked) and option is Option.RESTORE
+
+    @property
+    def real_s(self) -> float | None:
+        """The time from the decision to the first new token; None: not resumed yet."""
+        return None if self.settled is None else self.settled.real_s
+
+    @property
+    def resumed_s(self) -> float:
+        return self.at.now_s + (self.real_s or 0.0)
+
+    @property
+    def gap_s(self) -> float | None:
+        """The time from the last token before to the first after; None: one of them is missing."""
+        if self.settled is None or self.last_write_s is None:
+            return None
+        return self.resumed_s - self.last_write_s
+
+    @property
+    def outcome_name(self) -> str:
+        return "running" if self.end is None else self.end.value
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the log: the decision, its predicted cost, and its result."""
+        action, settled = self.action, self.settled
         others: dict[str, float] = {}  # Lowest estimate of each other option, over all targets.
-        for estimate in self.estimates:
+        for estimate in least_estimates(action):
             if estimate.option != self.option:
                 best = others.get(estimate.option, inf)
                 others[estimate.option] = min(best, estimate.total_s)
         facts = {
-            "stream": self.stream,
+            "stream": action.stream,
             "request_id": self.request_id,
-            "attempt": self.attempt,
+            "attempt": action.attempt,
             "option": self.option.value,
-            "from": self.failed,
+            "from": action.failed,
             "to": self.target,
-            "cause": self.cause,
+            "cause": action.cause,
             "produced_tokens": self.produced_tokens,
             "loaded_tokens": self.loaded_tokens,
             "predicted_s": self.predicted_s,
-            "low_s": self.low_s,
-            "high_s": self.high_s,
+            "low_s": None if settled is None else settled.low_s,
+            "high_s": None if settled is None else settled.high_s,
             "others_s": " ".join(f"{option}:{_short(cost)}" for option, cost in others.items()),
-            "outcome": self.outcome,
+            "outcome": self.outcome_name,
             "real_s": self.real_s,
             "gap_s": self.gap_s,
         }
@@ -111,15 +132,8 @@ class Recovery:
         }
 
 
-def _resumed_s(recovery: Recovery) -> float:
-    return recovery.decided_s + (recovery.real_s or 0.0)
-
-
-def _compared(action: act.Recovered) -> tuple[Estimate, ...]:
-    """Return the chosen estimate, and the least one of each other option.
-
-    Estimates for all targets would take megabytes in a large cluster; the event log has them.
-    """
+def least_estimates(action: act.Recovered) -> tuple[Estimate, ...]:
+    """Return the chosen estimate, and the least one of each other option."""
     wanted = action.option, action.predicted_s
     found = [each for each in action.estimates if (each.option, each.next_token_s) == wanted][:1]
     rest = (each for each in action.estimates if not found or each.option is not action.option)
@@ -130,94 +144,85 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
-class RecoveryLog:
-    """The latest recoveries, oldest first. `settled` is called once for each recovery whose outcome
-    is known.
+class RecoveryLog(Incidents):
+    """The incidents of a proxy and its latest recoveries, which are counted and logged once their
+    outcome is known.
     """
 
     def __init__(
         self,
+        streams: Mapping[StreamId, OpenStream],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        settled: Callable[[Recovery], None],
+        metrics: RecoveryMetrics,
     ) -> None:
+        super().__init__(INCIDENTS_KEPT)
+        self._streams = streams
         self._clock = clock
-        self._wall_clock = wall_clock
-        self._settled = settled
+        self._metrics = metrics
         # Lines are written later, because a write would delay the other streams that the same death
         # has cut.
         self._lines = RowLog(log, "recovery", wall_clock)
-        self.running: dict[StreamId, Recovery] = {}
         # Restores of rows that have resumed, until it is known what they have loaded.
         self._uncounted: deque[Recovery] = deque()
-        self.entries: deque[Recovery] = deque(maxlen=KEPT)
+        self.latest: deque[Recovery] = deque(maxlen=KEPT)  # Oldest first.
 
     def close(self) -> None:
         """Count what has resumed, and write the waiting lines."""
         self._count_until(inf)
         self._lines.write()
 
-    def decided(self, action: act.Recovered, live: OpenStream) -> None:
-        """Note a recovery whose attempt has just begun."""
-        if action.stream in self.running:
-            self.settle(action.stream, "failed")
-        plan = live.attempt.plan
+    def decided(
+        self, line: int, at: Moment, action: act.Recovered, plan: act.Plan | None
+    ) -> RecordedDecision:
+        live = self._streams.get(action.stream)
+        if live is None:  # The stream has ended, and the policy is yet to be told.
+            return super().decided(line, at, action, plan)
+        journal = live.journal
         recovery = Recovery(
-            at_s=self._wall_clock(),
-            stream=action.stream,
-            attempt=action.attempt,
-            option=action.option,
-            failed=action.failed,
-            target=None if plan is None else plan.decode,
-            is_of_rows=plan is not None and bool(plan.asked) and action.option is Option.RESTORE,
-            source=plan.runs[0].holder if plan is not None and plan.runs else None,
-            cause=action.cause,
-            predicted_s=action.predicted_s,
-            estimates=_compared(action),
-            others=action.others,
-            produced_tokens=live.journal.produced_tokens,
-            owner_epoch=live.journal.owner_epoch,
-            decided_s=self._clock(),
-            last_write_s=live.journal.last_write_s,
-            request_id=None if live.journal.request is None else live.journal.request.id,
-            request=live.journal.request,
+            line=line,
+            at=at,
+            action=action,
+            new_plan=plan,
+            stays_by=live.attempt.plan if plan is None else None,
+            name=(action.stream, journal.owner_epoch, action.attempt),
+            produced_tokens=journal.produced_tokens,
+            last_write_s=journal.last_write_s,
+            request_id=None if journal.request is None else journal.request.id,
+            request=journal.request,
         )
-        self.running[action.stream] = recovery
-        self.entries.append(recovery)
+        self.latest.append(recovery)
+        return recovery
 
-    def redirected(self, live: OpenStream) -> None:
-        """Note that the attempt of a recovery has moved to another decode instance."""
-        if (recovery := self.running.get(live.id)) is not None and (plan := live.attempt.plan):
-            recovery.target = plan.decode
-
-    def predicted(self, action: act.Settled) -> None:
-        """Note the policy's prediction for a recovery that is about to be `resumed`."""
-        recovery = self.running.get(action.stream)
-        if recovery is not None and recovery.attempt == action.attempt:
-            recovery.settled, recovery.predicted_s = action, action.predicted_s
-
-    def resumed(self, stream: StreamId, attempt: int) -> None:
-        recovery = self.running.get(stream)
-        if recovery is None or recovery.attempt != attempt:
+    def ended(self, decision: RecordedDecision, end: AttemptEnd) -> None:
+        if not isinstance(decision, Recovery) or decision.end is not None:
             return
-        # The token is from before the re-forming, and says nothing about the recovery.
-        if recovery.option.stays and recovery.settled is None:
+        decision.end = end
+        request, decision.request = decision.request, None
+        if end is AttemptEnd.REJECTED:
+            with suppress(ValueError):  # The recovery may be too old to be kept still.
+                self.latest.remove(decision)
             return
-        now_s = self._clock()
-        recovery.real_s = now_s - recovery.decided_s
-        if recovery.last_write_s is not None:
-            recovery.gap_s = now_s - recovery.last_write_s
-        self.settle(stream, "resumed")
+        if decision.is_of_rows and end is AttemptEnd.RESUMED:
+            self._uncounted.append(decision)
+        else:
+            self._report(decision)
+        if request is not None and request.trace is not None:
+            request.trace.recovered(decision, self._clock())
+
+    def loaded(self, action: act.RowsLoaded) -> None:
+        """Note also what the policy has booked the restore as, which is then counted."""
+        super().loaded(action)
+        for each in [*self._uncounted]:
+            if (each.action.stream, each.action.attempt) == (action.stream, action.attempt):
+                self._uncounted.remove(each)
+                each.loaded = action
+                self._report(each)
 
     def gaps_since(self, since_s: float) -> list[float]:
         """Return the pauses that ended after `since_s`."""
-        return [
-            each.gap_s
-            for each in self.entries
-            if each.gap_s is not None
-            and each.real_s is not None
-            and each.decided_s + each.real_s > since_s
-        ]
+        gaps_s = ((each.gap_s, each.resumed_s) for each in self.latest)
+        return [gap_s for gap_s, at_s in gaps_s if gap_s is not None and at_s > since_s]
 
     def fetched(self, fetches: Iterable[FetchReport]) -> None:
         """Note the targets' reports of fetches. A report may come several times, before or after
@@ -226,30 +231,11 @@ class RecoveryLog:
         self._count_until(self._clock() - _COUNTED_WITHIN_S)
         for fetch in fetches:
             name = fetch.stream, fetch.owner_epoch, fetch.attempt
-            for each in reversed(self.entries):
-                if (each.stream, each.owner_epoch, each.attempt) == name:
+            for each in reversed(self.latest):
+                if each.name == name:
                     each.loaded_tokens = fetch.loaded_tokens
                     each.computed_tokens = fetch.computed_tokens
                     break
-
-    def loaded(self, action: act.RowsLoaded) -> None:
-        """Note what the policy has booked a restore of rows as, which is then counted."""
-        for each in [*self._uncounted]:
-            if (each.stream, each.attempt) == (action.stream, action.attempt):
-                self._uncounted.remove(each)
-                each.option = action.option
-                self._count(each)
-
-    def _count_until(self, resumed_s: float) -> None:
-        """Count the restores that resumed before this time as what they were planned as: their
-        target has not reported what it has loaded.
-        """
-        while self._uncounted and _resumed_s(self._uncounted[0]) <= resumed_s:
-            self._count(self._uncounted.popleft())
-
-    def _count(self, recovery: Recovery) -> None:
-        self._settled(recovery)
-        self._lines.add(recovery.facts())
 
     def restarted(self, restarts: Iterable[RestartReport]) -> None:
         """Note instances' reports of restarted attempts, which may come several times, like those
@@ -257,26 +243,19 @@ class RecoveryLog:
         """
         for restart in restarts:
             name = restart.stream, restart.owner_epoch, restart.attempt
-            for each in reversed(self.entries):
-                if each.option.stays and (each.stream, each.owner_epoch, each.attempt) == name:
+            for each in reversed(self.latest):
+                if each.action.option.stays and each.name == name:
                     each.adopted_pages = restart.adopted_pages
                     each.recomputed_tokens = restart.recomputed_tokens
                     break
 
-    def rejected(self, stream: StreamId) -> None:
-        """Note that the stream was retried only to learn that its request is at fault."""
-        if (recovery := self.running.pop(stream, None)) is not None:
-            with suppress(ValueError):  # The recovery may be too old to be kept still.
-                self.entries.remove(recovery)
+    def _count_until(self, resumed_s: float) -> None:
+        """Count the restores that resumed before this time as what they were planned as: their
+        target has not reported what it has loaded.
+        """
+        while self._uncounted and self._uncounted[0].resumed_s <= resumed_s:
+            self._report(self._uncounted.popleft())
 
-    def settle(self, stream: StreamId, outcome: str) -> None:
-        """Note the outcome of a running recovery; do nothing for other streams."""
-        if (recovery := self.running.pop(stream, None)) is not None:
-            recovery.outcome = outcome
-            if recovery.is_of_rows and outcome == "resumed":
-                self._uncounted.append(recovery)
-            else:
-                self._count(recovery)
-            request, recovery.request = recovery.request, None
-            if request is not None and request.trace is not None:
-                request.trace.recovered(recovery, self._clock())
+    def _report(self, recovery: Recovery) -> None:
+        self._metrics.count(recovery.option, recovery.outcome_name, recovery.settled)
+        self._lines.add(recovery.facts())

@@ -82,17 +82,17 @@ class RequestTrace:
 
     def recovered(self, recovery: "Recovery", now_s: float) -> None:
         """Send the span of an ended recovery. `now_s` is by the recovery's clock."""
-        begun_ns = round(recovery.at_s * _NS)
+        begun_ns = round((recovery.at.wall_s or 0.0) * _NS)
         facts: dict[str, AttributeValue] = {
             f"kvrs.recovery.{name}": value for name, value in recovery.facts().items()
         }
         self._tracer.start_span(
-            f"recovery {recovery.option.value}",
+            f"recovery {recovery.option}",
             self._below,
             SpanKind.INTERNAL,
             facts,
             start_time=begun_ns,
-        ).end(begun_ns + round(max(0.0, now_s - recovery.decided_s) * _NS))
+        ).end(begun_ns + round(max(0.0, now_s - recovery.at.now_s) * _NS))
 
     def end(self, path: str, status: int) -> None:
         # Release the streams now: calls that are being cancelled still hold the trace.

@@ -69,6 +69,29 @@ async def recoveries(system: ProxyCluster) -> list[Any]:
 # Decode instances.
 
 
+async def test_a_recovery_has_one_record(build: ProxyClusterBuilder) -> None:
+    """The state and the incident on the page show the same one; a request that nothing befalls has
+    neither.
+    """
+    system = await build()
+    await asyncio.gather(*start(system, 3))
+    driver = system.proxy.parts.driver
+    assert len(driver.recoveries.entries) + len(driver.recoveries.latest) == 0
+    asked = await held_open(system, count=3)
+
+    await system.instances["d0"].kill()
+    release(system)
+
+    assert await all_exact(asked)
+    (incident,) = driver.recoveries.entries
+    made = {id(each) for victim in incident.victims.values() for each in victim.decisions}
+    assert made == {*map(id, driver.recoveries.latest)}
+    assert len(made) > 0
+    rows = await recoveries(system)
+    assert [row["real_s"] for row in rows] == [each.real_s for each in driver.recoveries.latest]
+    assert driver.recoveries.hit == {}
+
+
 async def test_victims_of_one_death_call_a_few_in_each_turn_of_the_loop(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
