@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from kvrs.config.file import Config, parse_config
-from kvrs.core.attempt import Attempt
+from kvrs.core.control import Attempt
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.net.connections import ByteBudget
 from kvrs.profiles import catalog

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from kvrs.core import decisions
+from kvrs.core import placing
 from kvrs.core.event_log import rerun
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -30,7 +30,7 @@ from kvrs_lab.report.metrics import percentile
 
 Row = dict[str, Any]
 Ends = tuple[str, str]
-_recover = decisions.recover
+_recover = placing.recover
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ def decided(
         return actions
 
     with (
-        patch.object(decisions, "recover", recover),
+        patch.object(placing, "recover", recover),
         patch.object(RecoveryPolicy, "handle", observed),
     ):
         again = rerun(lines)

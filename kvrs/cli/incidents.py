@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.cli.placements import placements
-from kvrs.core.books.incidents import Incidents
 from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
 from kvrs.core.event_log import Header, LogEntry, Rerun, read, rerun
-from kvrs.core.model import events as ev
-from kvrs.core.model.incident import (
+from kvrs.core.incidents import (
     Incident,
+    Incidents,
     Moment,
     OptionCost,
     RecordedDecision,
     off_words,
     sentence,
 )
+from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, LogError
 from kvrs.process.logs import old_parts
 from kvrs.tables import output, show

@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from kvrs.core.event_log import LogEntry
+from kvrs.core.incidents import Moment
 from kvrs.core.model import actions as act
-from kvrs.core.model.incident import Moment
 
 
 def placements(

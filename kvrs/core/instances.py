@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import assert_never
 
-from kvrs.core import kv_locations, starter, staying, steps
+from kvrs.core import kv_locations, placing, staying, steps
 from kvrs.core.fleet.signs import takes_requests
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import have_roles_of
@@ -49,8 +49,8 @@ def up(state: State, event: ev.InstanceUp, now_s: float) -> None:
     kv_locations.instance_up(state, member)
     if event.had_not_ended:
         state.poison.had_not_ended(info.id)
-    starter.gather(state, lost, now_s)
-    starter.place_idle(state, now_s)
+    placing.gather(state, lost, now_s)
+    placing.place_idle(state, now_s)
 
 
 def _pause_after_deaths(state: State, member: Member, now_s: float) -> None:
@@ -70,7 +70,7 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
         return
     if member.is_unwell is takes_requests(report):
         member.is_unwell = not member.is_unwell
-        starter.place_idle(state, now_s)
+        placing.place_idle(state, now_s)
     if report.draining:
         _drain(state, member, event.produced_tokens, now_s)
     if changes_ranks(member, report, now_s):
@@ -119,7 +119,7 @@ def _re_form(state: State, member: Member, event: ev.LoadReported, now_s: float)
         stranded = [state.streams[each] for each in queued]
         for stream in stranded:
             steps.apply(state, stream.id, left, now_s)
-        starter.place_all(state, stranded, now_s)
+        placing.place_all(state, stranded, now_s)
 
 
 def ended(
@@ -130,12 +130,12 @@ def ended(
         case ev.InstanceLost():
             if member is not None and event.epoch >= member.epoch:
                 victims = _lose(state, member, event.cause, event.produced_tokens, now_s)
-                starter.gather(state, victims, now_s)
+                placing.gather(state, victims, now_s)
         case ev.InstanceRemoved():
             if member is not None:
                 member.drain_ordered = True  # The instance's streams are not to blame for its end.
                 victims = _lose(state, member, "removed", event.produced_tokens, now_s)
-                starter.gather(state, victims, now_s)
+                placing.gather(state, victims, now_s)
             state.drain_ordered.discard(name)
             state.gpu_degraded.discard(name)
             state.quick_deaths.pop(name, None)
@@ -183,10 +183,10 @@ def learned(
             was = member.tokens, member.is_doubted
             state.view.set_self_tested(member, event)
             if was != (member.tokens, member.is_doubted):  # Streams may wait for it.
-                starter.place_idle(state, now_s)
+                placing.place_idle(state, now_s)
         case ev.NamesListed():
             member.learn(names=event.names)
-            starter.place_idle(state, now_s)
+            placing.place_idle(state, now_s)
         case ev.TransferHung():
             member.hung_until_s = now_s + TRANSFER_S
         case _:
@@ -205,7 +205,7 @@ def ordered(state: State, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) 
     member.drain_ordered = isinstance(event, ev.DrainOrdered)
     state.view.update(member)
     if isinstance(event, ev.DrainEnded):
-        starter.place_idle(state, now_s)
+        placing.place_idle(state, now_s)
     elif event.moves and _can_move_from(state, member):
         _leave_kv(state, member, event.produced_tokens)
         _move(state, member, f"moved: {event.cause}", event.produced_tokens, now_s)
@@ -242,7 +242,7 @@ def _move(
     }
     steps.halt_all(state, [each for each in _running(state, member) if each.id not in kept])
     event = InstanceLeft(member.id, cause, produced_tokens, is_lost=False)
-    starter.gather(state, _leave(state, member, event, now_s, kept), now_s)
+    placing.gather(state, _leave(state, member, event, now_s, kept), now_s)
 
 
 def _can_leave(state: State, stream: Stream, member: Member, produced_tokens: int) -> bool:
@@ -274,7 +274,7 @@ def _lose(
         kv_locations.forget(state, stream_id, member.id)
     event = InstanceLeft(member.id, cause, produced_tokens, is_lost=True)
     victims = _leave(state, member, event, now_s)
-    starter.clear_suspects(state, member.id, cause)
+    placing.clear_suspects(state, member.id, cause)
     return [*victims, *waiting]
 
 

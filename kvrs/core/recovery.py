@@ -16,7 +16,7 @@ from typing import Any, assert_never
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import Handoff, PolicySettings, Route, SloSettings
-from kvrs.core import decisions, instances, kv_locations, starter, steps, together
+from kvrs.core import instances, kv_locations, placing, steps, together
 from kvrs.core.checkpoints import protection
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -121,7 +121,7 @@ class RecoveryPolicy:
                 for stream in event.streams:
                     kv_locations.forget(state, stream, event.instance)
             case ev.RowsCounted():
-                decisions.rows_counted(state, event, now_s)
+                placing.rows_counted(state, event, now_s)
             case ev.TimerFired():
                 state.timers.woken(now_s)
             case ev.SettingsReloaded():
@@ -252,6 +252,6 @@ class RecoveryPolicy:
             while (served := state.slots.next_served(now_s)) is not None:
                 steps.apply(state, served, SlotFree(), now_s)
         if state.held_back:
-            starter.place_held_back(state, now_s)
+            placing.place_held_back(state, now_s)
         if state.timers.heap and (wake := state.timers.next_wake(now_s)) is not None:
             state.actions.append(wake)

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from kvrs.core import decisions, kv_locations, ledger, starter
+from kvrs.core import kv_locations, ledger, placing
 from kvrs.core.books.waiting import is_past
-from kvrs.core.dispatch import assign, ceiling, victim_of
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.core.model.reforming import PredictedReforming, cause_of, factors_of
 from kvrs.core.model.streams import Decision, StayDeadline, Stream, by_urgency
 from kvrs.core.options.base import usable_pages
+from kvrs.core.placing import assign, ceiling, victim_of
 from kvrs.core.state import State
 from kvrs.ids import StreamId
 
@@ -72,7 +72,7 @@ def reformed(state: State, home: Member, event: ev.LoadReported, now_s: float) -
         state.view.prefill_order.note_queue(home, home.reforming.queue_s)
         home.reforming = None
         state.view.update(home)
-        starter.place_idle(state, now_s)
+        placing.place_idle(state, now_s)
 
 
 def is_stale_token(state: State, stream: Stream, now_s: float) -> bool:
@@ -102,13 +102,13 @@ def stay_deadline_over(state: State, stream: Stream, now_s: float) -> None:
     if home.reforming is not None and not is_past(must_end_s, now_s):
         state.view.look_ahead()
         target = _targets(state, home, [stream], now_s).get(stream.id)
-        if decisions.stay_or_leave(state, stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
+        if placing.stay_or_leave(state, stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
             _set_deadline(state, stream, replace(deadline, until_s=now_s + _LONGEST_GRACE_S))
             return
     lasts_s = now_s - deadline.since_s
     cause = f"{home.id} was to go on with it, and has not for {lasts_s:.3g} s"
     _leave(state, stream, home, cause, now_s)
-    starter.gather(state, [stream], now_s)
+    placing.gather(state, [stream], now_s)
 
 
 def _decide(state: State, home: Member, streams: Sequence[Stream], now_s: float) -> None:
@@ -125,14 +125,14 @@ def _decide(state: State, home: Member, streams: Sequence[Stream], now_s: float)
     others = (len(ordered) - 1) / len(loads) if ordered else 0.0
     for stream in ordered:
         target = targets.get(stream.id)
-        decision = decisions.stay_or_leave(state, stream, home, target, limit, others, now_s)
+        decision = placing.stay_or_leave(state, stream, home, target, limit, others, now_s)
         if decision is None:
             continue  # The stream should leave and cannot yet: its alarm stays.
         if decision.chosen.option.stays:
             _stay(state, stream, reforming, decision, cause, now_s)
             continue
         _leave(state, stream, home, cause, now_s)
-        starter.carry_out(state, stream, decision, now_s)
+        placing.carry_out(state, stream, decision, now_s)
 
 
 def _targets(

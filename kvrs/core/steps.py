@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core import checkpoints, decisions, kv_locations, ledger, outliers, starter, staying
+from kvrs.core import checkpoints, kv_locations, ledger, outliers, placing, staying
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -54,7 +54,7 @@ def _admit(state: State, _: None, event: ev.StreamArrived, now_s: float) -> None
     stream.admit(event, state.arrivals, deadlines, common, now_s)
     state.arrivals += 1
     # The new stream is placed alone, and no instance has failed it.
-    starter.carry_out(state, stream, decisions.start(state, stream, now_s), now_s)
+    placing.carry_out(state, stream, placing.start(state, stream, now_s), now_s)
 
 
 def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None:
@@ -66,7 +66,7 @@ def _adopt(state: State, _: None, event: ev.StreamAdopted, now_s: float) -> None
     stream.generates = state.view.generates
     state.arrivals += 1
     kv_locations.inherit(state, stream, event.kept)
-    starter.place_all(state, [stream], now_s)
+    placing.place_all(state, [stream], now_s)
 
 
 def _note_prefill(state: State, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
@@ -99,7 +99,7 @@ def _hand_off(state: State, stream: Stream, event: ev.PrefillDone, now_s: float)
     cause = "the decode instance was lost during prefill, or is drained"
     leaves = planned is not None and (planned.draining or planned.drain_ordered)
     if attempt.number > 1 and stream.recovery.is_counted:
-        starter.separate(state, stream, now_s)
+        placing.separate(state, stream, now_s)
     if planned is not None and not (leaves and planned.is_drained):
         decode = hand_off_to(view, stream, prefill, planned, state.settings.policy)
     if planned is None or decode is None:
@@ -108,7 +108,7 @@ def _hand_off(state: State, stream: Stream, event: ev.PrefillDone, now_s: float)
             if not stream.is_served_at(planned):
                 cause = "the decode instance has unloaded the adapter during prefill"
         ledger.end_attempt(state, stream, cause, plan.decode, now_s)
-        starter.place_all(state, [stream], now_s)
+        placing.place_all(state, [stream], now_s)
         return
     # The plan is replaced only for a hand-off that goes elsewhere or needs new agents; a single
     # call is at decode already.
@@ -143,7 +143,7 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
         return
     decision, recovers = attempt.decision, stream.adopted or attempt.number > 1
     if decision is not None and (recovers or decision.chosen.option is not Option.START):
-        state.actions.append(decisions.settle(state, stream, decision, now_s))
+        state.actions.append(placing.settle(state, stream, decision, now_s))
     decode = attempt.decodes_on
     is_second_run = attempt.option is Option.REPLAY and not attempt.resumed
     if is_second_run and decode is not None and not decode.replays:
@@ -180,10 +180,10 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
         _differ(state, stream, event, now_s)
         return
     if is_over and event.failure is ev.FailureKind.DENIED:
-        starter.give_up(state, stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
+        placing.give_up(state, stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
         return
     if is_over:
-        starter.give_up(state, stream, act.Reason.REFUSED, event.cause)
+        placing.give_up(state, stream, act.Reason.REFUSED, event.cause)
         return
     if event.failure is ev.FailureKind.NOT_A_NUMBER:
         kv_locations.distrust(state, stream)
@@ -207,9 +207,9 @@ def _fail(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -
     elif was_connected or event.abrupt:
         stream.recovery.suspect(event.instance, was_connected=was_connected)
     if event.abrupt and event.instance in state.view.members:
-        starter.gather(state, [stream], now_s)
+        placing.gather(state, [stream], now_s)
     else:
-        starter.place_all(state, [stream], now_s)
+        placing.place_all(state, [stream], now_s)
 
 
 def _differ(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
@@ -231,17 +231,17 @@ def _differ(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float)
             if stream.must_replay:
                 found = ", ".join(dict.fromkeys(recovery.differed))
                 message = f"the known output did not come again ({found}): {event.cause}"
-                starter.give_up(state, stream, act.Reason.INEXACT, message)
+                placing.give_up(state, stream, act.Reason.INEXACT, message)
                 return
             recovery.remove(Option.REPLAY)
-    starter.place_all(state, [stream], now_s)
+    placing.place_all(state, [stream], now_s)
 
 
 def _deny(state: State, stream: Stream, event: ev.SlotDenied, now_s: float) -> None:
     held = state.slots.held.get(stream.id)
     if held is not None and held.target == event.target:
         ledger.deny(state, stream, now_s + event.wait_s)
-        starter.place_again(state, stream, now_s)
+        placing.place_again(state, stream, now_s)
 
 
 def _lose(state: State, stream: Stream, event: InstanceLeft, now_s: float) -> None:
@@ -264,26 +264,26 @@ def _expire(state: State, stream: Stream, event: AlarmDue, now_s: float) -> None
     cause = f"its slot expired after {state.settings.policy.slot_lease_s:g} s"
     ledger.end_attempt(state, stream, cause, None, now_s)
     number = stream.attempt.number
-    starter.place_again(state, stream, now_s)
+    placing.place_again(state, stream, now_s)
     if stream.id in state.streams and stream.attempt.number == number:
         # No new attempt has replaced the expired one, which must not fetch KV without a slot.
         state.actions.append(act.Halt(stream.id, number))
 
 
 def _place(state: State, stream: Stream, event: AlarmDue | SlotFree, now_s: float) -> None:
-    starter.place_again(state, stream, now_s)
+    placing.place_again(state, stream, now_s)
 
 
 def _end(state: State, stream: Stream, event: ev.StreamEnded, now_s: float) -> None:
     attempt = stream.attempt
     there = attempt.runs_on if attempt.resumed else None
     if attempt.runs_on is None:
-        starter.forget(state, stream)
+        placing.forget(state, stream)
     else:
         ledger.forget(state, stream)
     is_paused = there is not None and there.answers.busy_until_s is not None
     if there is not None and is_paused and there.answers.note_room(now_s):
-        starter.place_first(state, now_s)
+        placing.place_first(state, now_s)
 
 
 def _halt(state: State, stream: Stream) -> None:

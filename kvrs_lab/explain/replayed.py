@@ -19,11 +19,10 @@ from pydantic import ValidationError
 from kvrs.config.document import parse_yaml, yaml_reason
 from kvrs.config.policy import PolicySettings
 from kvrs.config.settings import faults_of
-from kvrs.core.books.incidents import Incidents
 from kvrs.core.event_log import LogEntry, handled, is_same, policies, read
+from kvrs.core.incidents import Incident, Incidents, Moment, RecordedDecision, sentence
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.incident import Incident, Moment, RecordedDecision, sentence
 from kvrs.core.model.streams import Predicted
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.core.together import predict

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kvrs.core.model.incident import off_words
+from kvrs.core.incidents import off_words
 from kvrs_lab.report import plots
 from kvrs_lab.report.report import Report
 from kvrs_lab.report.style import CSS

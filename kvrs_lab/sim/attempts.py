@@ -1,11 +1,10 @@
-"""The calls of one attempt at a stream of a simulated proxy. `kvrs.core.attempt` decides them."""
+"""The calls of one attempt at a stream of a simulated proxy. `kvrs.core.control` decides them."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvrs.core.attempt import Attempt, CallFault
-from kvrs.core.control import Control
+from kvrs.core.control import Attempt, CallFault, Control
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -230,6 +229,7 @@ class SimAttempt:
         live, engine = self.live, self.host.engine(name)
         self._connection = connection = Connection(self, engine)
         self._delivered = self._control.progress.delivered[name]
+        known = self._control.instances.known[name]
         call = SimCall(
             live.id,
             self.number,
@@ -238,7 +238,7 @@ class SimAttempt:
             live.arrival.max_tokens,
             prefill_only,
             sources,
-            self._control.instances.places(name, self._attempt.plan),
+            self._attempt.plan.places if known.checkpoints else (),
             connection,
             slot_token,
             live.arrival.is_poison,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrs.core.model import actions as act
+from kvrs.core.model.member import Member
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
@@ -166,9 +167,9 @@ class Conversation:
         self.journal.output_ids = packed(produced)
 
     async def prefill(self, at: InstanceId = P0) -> Prefilled:
-        exact = self._cluster.can(at, Capability.EXACT_RESUME)
+        member = Member.of(self._cluster.infos[at])
         answer = await self._cluster.backends[at].prefill(
-            prefill_call(self.journal, self.attempt, (), exact=exact)
+            prefill_call(self.journal, self.attempt, act.Plan(at), member)
         )
         self.journal.prompt_ids = self.journal.prompt_ids or list(answer.prompt_ids)
         return answer
@@ -180,8 +181,9 @@ class Conversation:
         runs: Sequence[act.PageRange] = (),
         **changes: Any,
     ) -> Call:
-        exact = self._cluster.can(at, Capability.EXACT_RESUME)
-        call = decode_call(self.journal, self.attempt, runs, (), transfer, exact=exact)
+        plan, member = act.Plan(at, runs=tuple(runs)), Member.of(self._cluster.infos[at])
+        call = decode_call(self.journal, self.attempt, plan, member, transfer)
+        call.rows = None
         if self._cluster.joins:
             call.beside, call.found = self._cluster.backends[P0], self.found.append
         call.fields.update(changes)

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from kvrs.core.attempt import Attempt, CallFault
+from kvrs.core.control import Attempt, CallFault
 from kvrs.core.fleet.silence import GIVEN_UP_TOGETHER_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev

@@ -10,9 +10,8 @@ import pytest
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.config.profiles import ProfileSettings
-from kvrs.core.attempt import Attempt
 from kvrs.core.configured import Configured
-from kvrs.core.control import Control
+from kvrs.core.control import Attempt, Control
 from kvrs.core.fleet.known import Instances
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev

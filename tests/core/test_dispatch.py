@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.policy import Dispatch
-from kvrs.core.dispatch import Victim, assign, ceiling
+from kvrs.core.placing import Victim, assign, ceiling
 from kvrs.ids import InstanceId, StreamId
 
 D0, D1, D2 = (InstanceId(f"d{n}") for n in range(3))

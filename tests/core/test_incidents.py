@@ -11,15 +11,13 @@ from msgspec.structs import replace
 
 from kvrs.cli.incidents import incidents, shown_options
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.core.books.incidents import MOST_STREAMS, Incidents
 from kvrs.core.event_log import LogEntry, event_line, header_line, read
-from kvrs.core.model import actions as act
-from kvrs.core.model import events as ev
-from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.incident import (
+from kvrs.core.incidents import (
+    MOST_STREAMS,
     TOGETHER_S,
     Fate,
     Incident,
+    Incidents,
     Moment,
     RecordedDecision,
     brief,
@@ -27,6 +25,9 @@ from kvrs.core.model.incident import (
     off_words,
     sentence,
 )
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.model.estimates import Estimate, Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.proxy.streams.recoveries import least_estimates
 from tests.core.policy_harness import instance_up, load

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
-from kvrs.core.attempt import Attempt, CallFault
+from kvrs.core.control import Attempt, CallFault
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import Complete

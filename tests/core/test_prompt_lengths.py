@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrs.core.attempt import Attempt
 from kvrs.core.books.prompt_lengths import PromptLengths
+from kvrs.core.control import Attempt
 from kvrs.core.model import events as ev
 from kvrs.ids import StreamId
 from kvrs_lab.sim.streams import Arrival, SimJournal, SimStream

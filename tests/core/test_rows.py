@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.core.books.incidents import Incidents
+from kvrs.core.incidents import Incidents, sentence
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.incident import sentence
 from kvrs.core.model.streams import Predicted, RestoredRows
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability

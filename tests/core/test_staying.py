@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.policy import PolicyName, SloSettings
-from kvrs.core import decisions
+from kvrs.core import placing
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -603,7 +603,7 @@ def test_the_terms_of_a_stay_add_up() -> None:
     assert home.reforming is not None
     home.reforming.ahead_s = 0.0
 
-    rule: Rule = decisions._rule(policy.state)
+    rule: Rule = placing._rule(policy.state)
     (case,) = cases_of(books, stream, [home], 1.0)
     terms = [*rule.terms(case, estimate)]
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from kvrs.core import routing, starter
+from kvrs.core import placing, routing
 from kvrs.core.event_log import LogEntry, read
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId
@@ -113,7 +113,7 @@ def test_simulator_notices_prompts_that_decode_instances_do_not_compute(
 ) -> None:
     """The row of prefill instances that are all lost can be broken: requests are refused then."""
     monkeypatch.setattr(routing, "computing_prompts", lambda view: [])
-    monkeypatch.setattr(starter, "computing_prompts", lambda view: [])
+    monkeypatch.setattr(placing, "computing_prompts", lambda view: [])
     (row,) = (row for row in ROWS if row.name == "all-prefill-vllm")
 
     assert simulated(row, 0).ended["no_instance"] > 0

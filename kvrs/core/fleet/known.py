@@ -11,7 +11,6 @@ import msgspec
 
 from kvrs.core.configured import Configured
 from kvrs.core.fleet.names import ServedName, served_names
-from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import UNKNOWN, Health, Member
@@ -130,10 +129,6 @@ class Instances:
         known = self.known.values()
         computes = any(each.computes_prompts for each in known if each.health is Health.UP)
         return computes if self.decodes_only or missing == [Role.PREFILL] else not missing
-
-    def places(self, instance: InstanceId, plan: act.Plan) -> tuple[act.Place, ...]:
-        """Agents to which the instance sends checkpoints; none if it cannot send them."""
-        return plan.places if self.known[instance].checkpoints else ()
 
     def is_reporting(self, instance: InstanceId, now_s: float, token_s: float = -inf) -> bool:
         """Return whether the instance's last report is not overdue; `token_s` is the time of its

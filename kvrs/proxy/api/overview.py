@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvrs.core.books.incidents import Incidents
+from kvrs.core.incidents import Fate, HitStream, Incident, Incidents, RecordedDecision, sentence
 from kvrs.core.model import actions as act
-from kvrs.core.model.incident import Fate, HitStream, Incident, RecordedDecision, sentence
 from kvrs.protocol.instance import MEMORY
 from kvrs.proxy.api.history import History
 from kvrs.proxy.api.rows import AGENTS, INSTANCES, State, Table, words

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from kvrs.core.model import actions as act
+from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     REPLAY_KEY,
@@ -144,30 +145,14 @@ class Call:
 
 
 def prefill_call(
-    journal: Journal,
-    attempt: int,
-    places: Sequence[act.Place],
-    *,
-    exact: bool,
-    replays: bool = False,
-    load: act.PromptLoad | None = None,
-    has_rows: bool = False,
-    traceparent: str | None = None,
+    journal: Journal, attempt: int, plan: act.Plan, member: Member, traceparent: str | None = None
 ) -> Call:
-    """Make the prefill call, which computes and keeps the KV of the whole history, or with
-    `replays` of the prompt, and sends the pages to `places`.
+    """Make the call by which a member computes and keeps the KV of the whole history, or of the
+    prompt if the plan replays the output, and sends the pages to the plan's places.
     """
-    call = _call(
-        journal,
-        attempt,
-        places,
-        exact=exact,
-        replays=replays,
-        is_prefill=True,
-        sources=_load_source(load),
-        traceparent=traceparent,
-    )
-    if has_rows:
+    sources = _load_source(plan.load)
+    call = _call(journal, attempt, plan, member, sources, is_prefill=True, traceparent=traceparent)
+    if member.has_tier:
         call.rows = _row_load(journal, attempt)
     fields = call.fields
     fields["max_tokens"] = 1
@@ -180,38 +165,33 @@ def prefill_call(
 def decode_call(
     journal: Journal,
     attempt: int,
-    runs: Sequence[act.PageRange],
-    places: Sequence[act.Place],
-    transfer: msgspec.Raw | None,
+    plan: act.Plan,
+    member: Member,
+    transfer: msgspec.Raw | None = None,
     *,
-    asked: Sequence[InstanceId] = (),
-    exact: bool,
-    replays: bool = False,
-    tells_known: bool = False,
-    load: act.PromptLoad | None = None,
     slot_token: int = 0,
-    has_rows: bool = False,
-    traceparent: str | None = None,
     ids_text: msgspec.Raw | None = None,
+    traceparent: str | None = None,
 ) -> Call:
-    """Make the decode call, whose response has the tokens after the history; with `replays`, the
-    whole output, of which `tells_known` names the known tokens to the engine's processor. The call
-    never contains a peer's host and port. `asked` is as in `Plan`; `ids_text`: the prompt's ids in
-    JSON, if known.
+    """Make the call of the plan's decode instance, whose response has the tokens after the history;
+    if the plan replays the output, all of it, of which the known tokens are named to an engine with
+    a processor for that. The call never contains a peer's host and port. `ids_text`: the prompt's
+    ids in JSON, if known.
     """
+    exact, replays = member.resumes_exactly, plan.replays
+    load = plan.load if plan.prefill is None else None
     call = _call(
         journal,
         attempt,
-        places,
-        exact=exact,
-        replays=replays,
-        sources=_sources(runs) if runs else _load_source(load),
+        plan,
+        member,
+        _sources(plan.runs) if plan.runs else _load_source(load),
         slot_token=slot_token,
         traceparent=traceparent,
         ids_text=None if journal.output_ids else ids_text,
     )
-    if has_rows:
-        call.rows = _row_load(journal, attempt, runs, asked)
+    if member.has_tier:
+        call.rows = _row_load(journal, attempt, plan)
     fields = call.fields
     fields["stream"] = True
     # kvrs's engines are not asked for usage: the proxy counts all that they would report.
@@ -221,7 +201,7 @@ def decode_call(
         fields["seed"] = journal.seed
     if transfer is not None:
         fields["kv_transfer_params"] = transfer
-    if replays and tells_known:
+    if replays and member.replays:
         fields["vllm_xargs"] = {REPLAY_KEY: journal.output_ids[:]}
     elif not replays and (journal.output_ids or journal.is_rendered) and not exact:
         _count_from_here(journal, fields)
@@ -232,16 +212,16 @@ def decode_call(
 def _call(
     journal: Journal,
     attempt: int,
-    places: Sequence[act.Place],
-    *,
-    exact: bool,
-    replays: bool,
-    is_prefill: bool = False,
+    plan: act.Plan,
+    member: Member,
     sources: list[SourceRange],
+    *,
+    is_prefill: bool = False,
     slot_token: int = 0,
     traceparent: str | None,
     ids_text: msgspec.Raw | None = None,
 ) -> Call:
+    exact, replays = member.resumes_exactly, plan.replays
     endpoint = journal.parsed.endpoint
     history = journal.prompt_ids  # The prompt alone, since no output token exists yet.
     if history is not None and (journal.output_ids or not isinstance(history, array)):
@@ -277,9 +257,9 @@ def _call(
         sources=sources,
         slot_token=slot_token,
     )
-    if places:
+    if plan.places and member.checkpoints:
         params.checkpoints = [
-            CheckpointTarget(place.holder, place.reserved_bytes) for place in places
+            CheckpointTarget(place.holder, place.reserved_bytes) for place in plan.places
         ]
     if endpoint is CHAT:
         # Already JSON, which the encoder copies.
@@ -316,12 +296,9 @@ def store_load(journal: Journal, attempt: int, page_size_tokens: int) -> RowLoad
     return load
 
 
-def _row_load(
-    journal: Journal,
-    attempt: int,
-    runs: Sequence[act.PageRange] = (),
-    asked: Sequence[InstanceId] = (),
-) -> RowLoad:
+def _row_load(journal: Journal, attempt: int, plan: act.Plan | None = None) -> RowLoad:
+    """Make the load of the rows that the plan expects at agents; None: of none."""
+    runs, asked = ((), ()) if plan is None else (plan.runs, plan.asked)
     return RowLoad(
         journal.stream,
         attempt,

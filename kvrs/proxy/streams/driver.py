@@ -17,10 +17,9 @@ import msgspec
 from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
-from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.configured import Configured
-from kvrs.core.control import Control
+from kvrs.core.control import Attempt, CallFault, Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.fleet.transfers import AbortedTransfers, aborted_transfers
@@ -766,7 +765,6 @@ class AttemptCalls:
         if self._attempt.number > 1:
             await self._turn()
         journal, plan = self._live.journal, self._attempt.plan
-        places = self._instances.places(instance, plan) if plan.places else ()
         traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
         if self._trace is not None:
             traced = self._trace.call("prefill", instance, journal)
@@ -775,12 +773,9 @@ class AttemptCalls:
             call = prefill_call(
                 journal,
                 self._attempt.number,
-                places,
-                exact=self._instances.known[instance].resumes_exactly,
-                replays=plan.replays,
-                load=plan.load,
-                has_rows=self._instances.known[instance].has_tier,
-                traceparent=None if span is None else span.traceparent,
+                plan,
+                self._instances.known[instance],
+                None if span is None else span.traceparent,
             )
             answer = await self._driver.backends[instance].prefill(call)
         if journal.prompt_ids is None:
@@ -820,18 +815,12 @@ class AttemptCalls:
                 call = decode_call(
                     live.journal,
                     attempt.number,
-                    plan.runs,
-                    self._instances.places(plan.decode, plan) if plan.places else (),
+                    plan,
+                    self._instances.known[plan.decode],
                     transfer,
-                    asked=plan.asked,
-                    exact=exact,
-                    replays=plan.replays,
-                    tells_known=self._instances.known[plan.decode].replays,
-                    load=plan.load if plan.prefill is None else None,
                     slot_token=slot,
-                    has_rows=self._instances.known[plan.decode].has_tier,
-                    traceparent=None if self._span is None else self._span.traceparent,
                     ids_text=ids_text,
+                    traceparent=None if self._span is None else self._span.traceparent,
                 )
                 self._mark(call, relay)
                 live.journal.parsed.pack()

@@ -19,9 +19,9 @@ from prometheus_client import (
 
 from kvrs import __version__
 from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.incidents import AttemptEnd
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.incident import AttemptEnd
 from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import Refusal

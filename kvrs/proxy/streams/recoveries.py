@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from kvrs.core.books.incidents import Incidents
+from kvrs.core.incidents import AttemptEnd, Incidents, Moment, RecordedDecision
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.incident import AttemptEnd, Moment, RecordedDecision
 from kvrs.core.rules.base import best_by_option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.process.row_log import RowLog

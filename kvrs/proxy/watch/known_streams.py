@@ -106,8 +106,10 @@ class KnownStreams:
         self, instance: InstanceId, journal: Journal, *, has_rows: bool = False
     ) -> msgspec.Raw | None:
         journal.attempt += 1
-        exact = self._control.instances.known[instance].resumes_exactly
-        call = prefill_call(journal, journal.attempt, (), exact=exact, has_rows=has_rows)
+        known = self._control.instances.known[instance]
+        call = prefill_call(journal, journal.attempt, act.Plan(instance), known)
+        if not has_rows:
+            call.rows = None
         return (await self.backend(instance).prefill(call)).transfer
 
     async def stream(
@@ -127,11 +129,12 @@ class KnownStreams:
         together with decode; None: any.
         """
         journal.attempt += 1
-        exact = self._control.instances.known[instance].resumes_exactly
-        call = decode_call(
-            journal, journal.attempt, runs, (), transfer, exact=exact, has_rows=has_rows
-        )
-        if self._control.instances.known[instance].info.joins_prefill:
+        known = self._control.instances.known[instance]
+        plan = act.Plan(instance, runs=tuple(runs))
+        call = decode_call(journal, journal.attempt, plan, known, transfer)
+        if not has_rows:
+            call.rows = None
+        if known.info.joins_prefill:
             call.beside = self._beside(instance) if beside is None else self.backend(beside)
             call.keeper = self._driver.detached.keeper(instance)
         if drafts:

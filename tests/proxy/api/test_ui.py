@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from kvrs.cli.incidents import incidents
-from kvrs.core.books.incidents import Incidents
 from kvrs.core.event_log import LogEntry, read
+from kvrs.core.incidents import Incidents, sentence
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.incident import sentence
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.api.history import Counts, History
 from kvrs.proxy.api.overview import ATTEMPTS, LINKS, STREAMS, overview

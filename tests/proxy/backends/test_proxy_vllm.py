@@ -13,6 +13,8 @@ import pytest
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.findings import Level
 from kvrs.cli.model_checks import exactness_findings
+from kvrs.core.model import actions as act
+from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.instance import Role
@@ -507,9 +509,9 @@ async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
             InstanceId("d1"), NodeId("n1"), Role.DECODE, ModelFiles(vllm_model)
         )
         backend = VllmBackend(links, f"http://127.0.0.1:{server.port}", named, b"")
-        await backend.info()
+        member = Member.of(await backend.info())
         events = EventReader()
-        await backend.decode(decode_call(journal, 2, (), (), None, exact=False), events)
+        await backend.decode(decode_call(journal, 2, act.Plan(member.id), member), events)
 
     assert events.payloads[-1] == b"[DONE]"
 

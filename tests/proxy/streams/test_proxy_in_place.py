@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.core.attempt import Attempt
+from kvrs.core.control import Attempt
 from kvrs.core.fleet import silence
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth, GpuState
