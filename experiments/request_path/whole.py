@@ -17,11 +17,13 @@ from kvrs.net.server import HttpConnection, HttpServer
 from kvrs.process.garbage import keep_what_is_there
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import sse, usage_of
-from kvrs.proxy.api.app import ClientApi
+from kvrs.proxy.api.client_port import ClientPort
 from kvrs.proxy.api.observing import RequestObserver
+from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import open_backends
 from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.process.parts import client_routes
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.upstream import Access, EngineLinks, Lost, Pool, Upstream
@@ -114,19 +116,11 @@ class Proxy:
         backends = open_backends(config, links, b"")
         self.driver = driver = Driver(config, backends, {}, metrics, clock, time.time)
         control, mirror = driver.control, Mirror(config.proxy, driver, metrics, {})
-        api = ClientApi(
-            config.proxy,
-            config.cluster.backend,
-            driver,
-            mirror,
-            metrics,
-            clock,
-            tenants := Tenants(config, [_SECRET], clock),
-            links.large,
-        )
+        tenants = Tenants(config, [_SECRET], clock)
+        api = ClientPort(config.proxy, driver, mirror, metrics, tenants, links.large)
         observer = RequestObserver(metrics.registry, clock, tenants, logs_access=False)
         self.server = HttpServer(
-            api.routes(),
+            client_routes(api, ResponsesApi(api)),
             observer.answer,
             observer.note_refusal,
             ConnectionLimits(10, 10),

@@ -34,7 +34,7 @@ from kvrs.proxy.mirror.book import awaited
 from kvrs.proxy.mirror.ending import Ending, EndStep, Left
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_routes
-from kvrs.proxy.process.parts import Parts, ProxyLinks, build
+from kvrs.proxy.process.parts import Parts, ProxyLinks, build, client_routes
 from kvrs.proxy.process.workers import Supervisor
 from kvrs.proxy.reload import ReloadResult, Reloads
 from kvrs.proxy.watch.gossip_view import GossipView
@@ -161,14 +161,14 @@ class Proxy:
     async def _listen_to_clients(self) -> None:
         observer = self.parts.observer
         server = HttpServer(
-            self.parts.api.routes(),
+            client_routes(self.parts.api, self.parts.responses),
             observer.answer,
             observer.note_refusal,
             self._capacity.clients,
             idle_s=IDLE_TIMEOUT_S,
             shutdown_timeout_s=_FLUSH_TIMEOUT_S,
             tls=self._tls.port,
-            budget=self.parts.api.admissions.budget,
+            budget=self.parts.api.budget,
         )
         self.port = await self._open(server, "port")
 
@@ -224,7 +224,7 @@ class Proxy:
             return
         if self._supervisor is not None:
             await self._stop_taking_clients()  # Workers of this proxy that stay take new clients.
-        parts.api.admissions.draining = True
+        parts.api.draining = True
         log.info("draining", extra={"streams": len(parts.driver.streams)})
         mirror, peers = parts.mirror, parts.mirror.peers
         until_s = time.monotonic() + self._config.proxy.drain_s
@@ -270,7 +270,7 @@ class Proxy:
         for port in self._ports:
             await port.close()
         if parts is not None:
-            await parts.api.responses.close()
+            await parts.responses.close()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

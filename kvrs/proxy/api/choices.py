@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvrs.core.model.live_stream import Complete
 from kvrs.protocol.openai.chunks import Choice, usage_of
 from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.open_stream import Outcome
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, cut_list, number_choice
@@ -71,17 +72,13 @@ class ChoiceClient:
         return parsed.endpoint.event(head, [choice], usage)
 
 
-def run_together(
-    run: Callable[[Journal, Client], Awaitable[Outcome]], streams: Sequence[tuple[Journal, Client]]
-) -> Awaitable[Outcome]:
+def run_together(driver: Driver, streams: Sequence[tuple[Journal, Client]]) -> Awaitable[Outcome]:
     """Run all choices to their end; the first failure ends the others and the response."""
-    return run(*streams[0]) if len(streams) == 1 else _run_all(run, streams)
+    return driver.run(*streams[0]) if len(streams) == 1 else _run_all(driver, streams)
 
 
-async def _run_all(
-    run: Callable[[Journal, Client], Awaitable[Outcome]], streams: Sequence[tuple[Journal, Client]]
-) -> Outcome:
-    tasks = [asyncio.ensure_future(run(journal, client)) for journal, client in streams]
+async def _run_all(driver: Driver, streams: Sequence[tuple[Journal, Client]]) -> Outcome:
+    tasks = [asyncio.ensure_future(driver.run(journal, client)) for journal, client in streams]
     try:
         for ended in asyncio.as_completed(tasks):
             if (outcome := await ended) != Complete():

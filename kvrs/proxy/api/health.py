@@ -1,7 +1,5 @@
 """Health of the proxy in its own form and in vLLM's, and the number of open streams."""
 
-from collections.abc import Callable
-
 import msgspec
 
 from kvrs import __version__
@@ -11,16 +9,16 @@ from kvrs.errors import RequestError
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.openai.fields import SGLANG, VLLM
 from kvrs.proxy.api.answers import json_response
-from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.api.client_port import ClientPort
 
 
-def add_health(routes: Routes, backend: str, driver: Driver, draining: Callable[[], bool]) -> None:
-    instances = driver.control.instances
+def add_health(routes: Routes, port: ClientPort) -> None:
+    driver, instances = port.driver, port.control.instances
 
     async def version(_: Request) -> Response:
         """Return the version of the engine."""
         found: str | None = __version__
-        if backend in (VLLM, SGLANG):
+        if driver.engine in (VLLM, SGLANG):
             of_each = (driver.backends[one.id].engine_version for one in instances.present())
             found = next(filter(None, of_each), None)
         if found is None:
@@ -31,13 +29,13 @@ def add_health(routes: Routes, backend: str, driver: Driver, draining: Callable[
         return _text("ok\n")
 
     async def readyz(_: Request) -> Response:
-        if draining():
+        if port.is_leaving:
             return _text("shutting down\n", 503)
         return _text(readiness(instances), 200 if instances.ready() else 503)
 
     async def health(_: Request) -> Response:
         """Answer with the status of `readyz`, without a text, like vLLM."""
-        return _text("", 200 if instances.ready() and not draining() else 503)
+        return _text("", 200 if instances.ready() and not port.is_leaving else 503)
 
     async def load(_: Request) -> Response:
         """Return the number of open streams, like vLLM."""

@@ -21,10 +21,9 @@ from kvrs.protocol.anthropic import (
 from kvrs.protocol.openai.calls import Event
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
-from kvrs.proxy.api.admission import ClientCall
 from kvrs.proxy.api.answers import refusal
+from kvrs.proxy.api.client_port import ClientCall, ClientPort
 from kvrs.proxy.api.passed import TOKENIZE, Passed
-from kvrs.proxy.api.serving import Serving
 from kvrs.proxy.streams.clients import SseClient
 from kvrs.proxy.streams.open_stream import undecodable
 from kvrs.proxy.wire.requests import CHAT, ParsedRequest, read
@@ -108,32 +107,32 @@ class MessageClient:
 class MessagesApi:
     """Serves the routes of the Messages API."""
 
-    def __init__(self, serving: Serving, passed: Passed, backend: str) -> None:
-        self._serving = serving
+    def __init__(self, port: ClientPort, passed: Passed) -> None:
+        self._port = port
         self._passed = passed
-        self._backend = backend
+        self._engine = port.driver.engine
 
     def add_to(self, routes: Routes) -> None:
         routes.add("POST", PATH, self._create)
         routes.add("POST", COUNT_PATH, self._count)
 
     async def _create(self, request: Request) -> Response:
-        response = await self._serving.serve(self._read, request, MessageClient)
+        response = await self._port.serve(self._read, request, MessageClient)
         return _translated(response, message_of)
 
     async def _count(self, request: Request) -> Response:
-        if self._backend == VLLM:
+        if self._engine == VLLM:
             response = await self._passed.serve(TOKENIZE, request, prompt_of)
         else:
-            response = await self._serving.serve(self._read_shortest, request)
+            response = await self._port.serve(self._read_shortest, request)
         return _translated(response, count_of)
 
     def _read(self, body: bytes, max_elements: int = MAX_ELEMENTS) -> ParsedRequest:
-        return read(CHAT, chat_of(body, max_elements), self._backend, max_elements)
+        return read(CHAT, chat_of(body, max_elements), self._engine, max_elements)
 
     def _read_shortest(self, body: bytes, max_elements: int = MAX_ELEMENTS) -> ParsedRequest:
         chat = prompt_of(body, max_elements, **_SHORTEST)
-        return read(CHAT, chat, self._backend, max_elements)
+        return read(CHAT, chat, self._engine, max_elements)
 
 
 def _translated(response: Response, translate: Callable[[bytes], bytes]) -> Response:

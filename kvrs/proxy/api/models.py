@@ -9,8 +9,8 @@ from kvrs.core.fleet.known import Instances
 from kvrs.core.fleet.names import ServedName
 from kvrs.errors import RequestError
 from kvrs.net.routes import Request, Response, Routes
-from kvrs.proxy.api.admission import find_model
 from kvrs.proxy.api.answers import json_response
+from kvrs.proxy.api.client_port import find_model
 
 
 def _described(instances: Instances, model: ServedName, created: int) -> dict[str, Any]:

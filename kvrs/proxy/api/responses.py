@@ -31,18 +31,14 @@ from kvrs.protocol.openai.responses import (
     parse_response_request,
 )
 from kvrs.protocol.openai.usage import NO_FACTS
-from kvrs.proxy.api.admission import ClientCall
 from kvrs.proxy.api.answers import json_response, refusal
+from kvrs.proxy.api.client_port import ClientCall, ClientPort
 from kvrs.proxy.api.response_client import ResponseClient, ResponseReader, RunningResponse
-from kvrs.proxy.api.serving import Serving
-from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import KEY, ResumeRequest
 from kvrs.proxy.mirror.records import CLAIM_S, Record
-from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
-from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.open_stream import Failed, Outcome, undecodable
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, read
@@ -73,20 +69,8 @@ Enter = Callable[[ClientCall], Awaitable[BegunResponse]]
 class ResponsesApi:
     """Serves the routes of the Responses API."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        backend: str,
-        driver: Driver,
-        mirror: Mirror,
-        tenants: Tenants,
-    ) -> None:
-        self._serving = serving
-        self._admissions = serving.admissions
-        self._backend = backend
-        self._driver = driver
-        self._mirror = mirror
-        self._tenants = tenants
+    def __init__(self, port: ClientPort) -> None:
+        self._port = port
         # Responses whose streams run here, by key of the record.
         self._running: dict[str, RunningResponse] = {}
         self._tasks: set[asyncio.Task[Outcome]] = set()
@@ -170,7 +154,7 @@ class ResponsesApi:
     async def _delete(self, request: Request) -> Response:
         keys = self._keys(request)
         await self._found(request, keys)
-        await drop_record(self._mirror, keys)
+        await drop_record(self._port.mirror, keys)
         deleted = {"id": request.parameters["id"], "object": "response", "deleted": True}
         return json_response(msgspec.json.encode(deleted))
 
@@ -178,13 +162,13 @@ class ResponsesApi:
         name = request.parameters["id"]
         if ID.fullmatch(name) is None:
             raise _unknown(name)
-        return self._tenants.secret_of(request, request.tenant).record_keys(f"response {name}")
+        return self._port.tenants.secret_of(request, request.tenant).record_keys(f"response {name}")
 
     def _running_of(self, keys: Sequence[str]) -> RunningResponse | None:
         return next((self._running[key] for key in keys if key in self._running), None)
 
     async def _found(self, request: Request, keys: Sequence[str]) -> StoredRecord:
-        found = await read_record(self._mirror, keys, self._driver.clock())
+        found = await read_record(self._port.mirror, keys, self._port.driver.clock())
         name = request.parameters["id"]
         if found is None or not found.record.header.request:
             raise _unknown(name)
@@ -212,7 +196,7 @@ class ResponsesApi:
     async def _run(
         self, request: Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
     ) -> Outcome:
-        call = self._admissions.begin(request)
+        call = self._port.begin(request)
         with call.held:
             entry = await enter(call)
             (journal,) = call.journals
@@ -222,7 +206,7 @@ class ResponsesApi:
                 journal.can_begin_again = False
             assert call.resume is not None
             client = ResponseClient()
-            keyed = self._mirror.open(call.resume, journal, call.found, client, sync=True)
+            keyed = self._port.mirror.open(call.resume, journal, call.found, client, sync=True)
             key = keyed.record.key
             task = asyncio.current_task()
             assert task is not None
@@ -231,13 +215,13 @@ class ResponsesApi:
             try:
                 await keyed.flushed(_FLUSH_TIMEOUT_S)
                 started.set_result(running)
-                outcome = await self._serving.run_keyed(keyed, journal, None)
+                outcome = await self._port.run_keyed(keyed, journal, None)
                 return await self._end(running, outcome)
             finally:
                 keyed.close()
                 if self._running.get(key) is running:
                     del self._running[key]
-                self._mirror.close(keyed)
+                self._port.mirror.close(keyed)
 
     async def _end(self, running: RunningResponse, outcome: Outcome) -> Outcome:
         """Record the end of a response and return its outcome; a failed response stays failed."""
@@ -253,16 +237,16 @@ class ResponsesApi:
             # may repeat.
             is_unknown = not keyed.record.events and not running.has_begun
             if is_final and is_unknown and not running.asked.background:
-                self._mirror.forget(keyed)
+                self._port.mirror.forget(keyed)
                 return outcome
             if is_final:
                 keyed.end_with(outcome.body)
             else:
                 keyed.release()
             await keyed.flushed(_FLUSH_TIMEOUT_S)
-        self._serving.count(outcome)
+        self._port.count(outcome)
         if not running.asked.store and keyed.record.state.complete:
-            await drop_record(self._mirror, [keyed.record.key])
+            await drop_record(self._port.mirror, [keyed.record.key])
         return outcome
 
     async def _stream(self, request: Request, running: RunningResponse, after: int) -> Response:
@@ -275,7 +259,7 @@ class ResponsesApi:
         gone = asyncio.ensure_future(reader.gone.wait())
         begin = asyncio.get_running_loop().call_later(_BEGIN_AFTER_S, _begin, reader)
         try:
-            self._serving.keep_alives.begin(sse)
+            self._port.keep_alives.begin(sse)
             if keyed.given:
                 reader.send([event.data for event in keyed.given])
             elif running.asked.background:
@@ -299,7 +283,7 @@ class ResponsesApi:
         except ClientGoneError:
             return _left(sse)
         finally:
-            self._serving.keep_alives.open.discard(sse)
+            self._port.keep_alives.open.discard(sse)
             begin.cancel()
             gone.cancel()
             if client.reader is reader:
@@ -322,12 +306,12 @@ class ResponsesApi:
             return _left(sse)
 
     async def _new(self, request: Request, call: ClientCall) -> BegunResponse:
-        await self._admissions.read_body(call)
+        await self._port.read_body(call)
         name = f"resp_{secrets.token_hex(24)}"
         stored = Stored(name, int(time.time()), call.body)
         asked = await self._parse(call, stored.body)
         call.resume = self._resume(request, stored.id, stored.encode())
-        await self._admissions.admit(call)
+        await self._port.admit(call)
         return BegunResponse(stored, asked)
 
     async def _again(self, request: Request, record: Record, call: ClientCall) -> BegunResponse:
@@ -337,24 +321,24 @@ class ResponsesApi:
         resume = self._resume(request, stored.id, record.header.request)
         # Resume exactly the stream that the client knows, not a later stream of the same key.
         call.resume = replace(resume, stream=record.stream)
-        await self._admissions.admit(call)
+        await self._port.admit(call)
         return BegunResponse(stored, asked)
 
     async def _parse(self, call: ClientCall, body: bytes) -> ResponseRequest:
-        asked = await self._admissions.parse(parse_response_request, body)
-        read_chat = partial(read, CHAT, backend=self._backend)
-        call.parsed = await self._admissions.parse(read_chat, asked.chat)
+        asked = await self._port.parse(parse_response_request, body)
+        read_chat = partial(read, CHAT, backend=self._port.driver.engine)
+        call.parsed = await self._port.parse(read_chat, asked.chat)
         call.body = b""
         return asked
 
     def _resume(self, request: Request, name: str, kept: bytes) -> ResumeRequest:
-        secret = self._tenants.secret_of(request, request.tenant)
+        secret = self._port.tenants.secret_of(request, request.tenant)
         keys = tuple(secret.record_keys(f"response {name}"))
         digest = blake2b(f"{PATH}\0{name}".encode(), digest_size=32).digest()
         return ResumeRequest(keys, digest, tenant=secret.mark, request=kept)
 
     def _translator(self, stored: Stored, asked: ResponseRequest) -> Translator:
-        served = self._driver.control.instances.model
+        served = self._port.control.instances.model
         return Translator(stored, asked, str(asked.fields.get("model") or served or ""))
 
     def _promise(self, journal: Journal) -> None:
@@ -363,8 +347,8 @@ class ResponsesApi:
         """
         if journal.is_promised is None:
             journal.is_promised = not journal.inexact
-            if (live := self._driver.streams.get(journal.stream)) is not None:
-                self._driver.expect_token(live)  # The policy learns of the promise with it.
+            if (live := self._port.driver.streams.get(journal.stream)) is not None:
+                self._port.driver.expect_token(live)  # The policy learns of the promise with it.
 
     def _answer(self, record: Record, head: Mapping[str, str] = _NO_HEADERS) -> Response:
         """Return the response as its record has it now."""

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,16 @@ from kvrs.core.event_log import header_line
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import address_of, agent_keys
+from kvrs.net.routes import Routes
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.proxy.api.app import ClientApi
+from kvrs.proxy.api.client_port import ClientPort
+from kvrs.proxy.api.health import add_health
+from kvrs.proxy.api.messages import MessagesApi
+from kvrs.proxy.api.models import add_models
 from kvrs.proxy.api.observing import RequestObserver, open_tracer
+from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.picked import EndpointPicker
+from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
@@ -34,6 +41,7 @@ from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.capacity import Capacity
 from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.upstream import Access, EngineLinks
 
 
@@ -84,7 +92,8 @@ class Parts(msgspec.Struct, frozen=True):
     driver: Driver
     mirror: Mirror
     tenants: Tenants
-    api: ClientApi
+    api: ClientPort
+    responses: ResponsesApi
     gossip_view: GossipView
     fleet: Fleet
     services: ServiceNames
@@ -114,8 +123,7 @@ def build(
     peers = links.new_peers(config.proxy.every_peer())
     mirror = Mirror(config.proxy, driver, metrics, peers)
     tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large
-    engine = config.cluster.backend
-    api = ClientApi(settings, engine, driver, mirror, metrics, clock, tenants, large)
+    api = ClientPort(settings, driver, mirror, metrics, tenants, large)
     gossip_view = GossipView(driver.control, clock)
     reached = FleetLinks(ring[0], links.engines, backends, links.new_agent, agents)
     fleet = Fleet(config, driver, reached, metrics, gossip_view)
@@ -128,12 +136,12 @@ def build(
     ):
         reloads.add(part)
     # The tracer is opened last, because it has a thread.
-    tracer, logs_access = open_tracer(config.proxy.id, engine, os.environ), config.logs.access
+    tracer = open_tracer(config.proxy.id, driver.engine, os.environ)
     observer = RequestObserver(
         metrics.registry,
         clock,
         tenants,
-        logs_access=logs_access,
+        logs_access=config.logs.access,
         tracer=tracer,
         picker=EndpointPicker(driver) if config.proxy.endpoint_picker else None,
     )
@@ -145,10 +153,25 @@ def build(
         mirror,
         tenants,
         api,
+        ResponsesApi(api),
         gossip_view,
         fleet,
         ServiceNames(reloads, driver.control.drains, clock),
     )
+
+
+def client_routes(port: ClientPort, responses: ResponsesApi) -> Routes:
+    """Make the routes of the clients' port: the APIs of OpenAI and Anthropic, models, health."""
+    routes, passed = Routes(), Passed(port)
+    for endpoint in (COMPLETIONS, CHAT):
+        read_body = partial(read, endpoint, backend=port.driver.engine)
+        routes.add("POST", endpoint.path, partial(port.serve, read_body))
+    responses.add_to(routes)
+    MessagesApi(port, passed).add_to(routes)
+    passed.add_to(routes)
+    add_models(routes, port.control.instances)
+    add_health(routes, port)
+    return routes
 
 
 def metrics_of(config: Config) -> Metrics:

@@ -106,7 +106,7 @@ async def test_a_client_that_does_not_read_is_cut_off(
 async def test_a_whole_response_without_room_is_refused(build: ProxyClusterBuilder) -> None:
     """Unread responses share the memory of bodies: where it is full, a long one becomes a 503."""
     system = await build(pairs=1)
-    budget = system.proxy.parts.api.admissions.budget
+    budget = system.proxy.parts.api.budget
     system.script.event_padding = 50_000
     taken_bytes = budget.total_bytes - 100_000
 
@@ -240,7 +240,7 @@ async def test_an_internal_error_has_an_openai_body(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvrs.proxy.api.admission.Journal", broken)
+    monkeypatch.setattr("kvrs.proxy.api.client_port.Journal", broken)
     status, body = await system.complete(**REQUEST)
 
     assert (status, msgspec.json.decode(body)["error"]["type"]) == (500, "server_error")

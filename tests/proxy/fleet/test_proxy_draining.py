@@ -102,7 +102,7 @@ async def test_a_resume_that_is_looked_up_while_its_proxy_is_told_to_end_does_no
         find = mirror.find
 
         async def told_meanwhile(resume: ResumeRequest) -> Record | None:
-            api.admissions.draining = True
+            api.draining = True
             return await find(resume)
 
         mirror.find = told_meanwhile  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ RESPONSE = {"input": "play emoji.", "temperature": 0, "stream": True}
 
 
 def keep_alives(system: ProxyCluster) -> KeepAlives:
-    return system.proxy.parts.api.serving.keep_alives
+    return system.proxy.parts.api.keep_alives
 
 
 async def post(system: ProxyCluster) -> aiohttp.ClientResponse:

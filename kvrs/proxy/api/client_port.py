@@ -1,41 +1,65 @@
-"""Admission of a request at the clients' port, as a sequence of steps on one record. Each step
-passes the request, or refuses it by a RequestError of one kind.
+"""The clients' port: admission of a request as a sequence of steps on one record, the streams that
+serve it, and its response. Each step passes the request, or refuses it by a RequestError of one
+kind.
 """
 
+import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, assert_never, cast
 
 import msgspec
 from multidict import CIMultiDictProxy
 
 from kvrs.config.proxy import Inexact, ProxySettings
 from kvrs.core.fleet.known import Instances, Replays
-from kvrs.core.fleet.names import ServedName
+from kvrs.core.fleet.names import ServedName, is_served_at
 from kvrs.core.fleet.tested import Continues
 from kvrs.core.model import events as ev
-from kvrs.errors import ConfigError, RequestError
-from kvrs.ids import StreamId
+from kvrs.core.model.live_stream import Complete
+from kvrs.errors import ConfigError, RequestError, UndecodableError, UpstreamError
+from kvrs.ids import InstanceId, StreamId
 from kvrs.net.connections import ByteBudget
 from kvrs.net.http_request import NO_HEADERS
-from kvrs.net.routes import Request
+from kvrs.net.routes import WRITTEN, Request, Response
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
 from kvrs.protocol.mirror import BYTES_PER_ID
-from kvrs.protocol.openai.chunks import CHUNK, TOO_LONG, ReceivedChoice
+from kvrs.protocol.openai.chunks import (
+    CHUNK,
+    DONE,
+    TOO_LONG,
+    ReceivedChoice,
+    error_body,
+    sse,
+)
 from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
+from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.bodies import read_body
-from kvrs.proxy.api.choices import Merger
+from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.tenants import Tenant, Tenants
+from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
+from kvrs.proxy.backends.bodies import Call, context_headers
+from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
+from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.clients import SseClient, StreamClient
-from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.metrics import AdmissionMetrics
+from kvrs.proxy.streams.clients import (
+    Client,
+    ClientGoneError,
+    KeepAlives,
+    SseClient,
+    StreamClient,
+)
+from kvrs.proxy.streams.driver import Driver, out_of_time
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.open_stream import Failed, Outcome, undecodable
+from kvrs.proxy.streams.responses import HeldBack, WholeClient, answer, total_usage
+from kvrs.proxy.wire.errors import BusyError, EngineError
 from kvrs.proxy.wire.exactness import (
     inexact_features,
     is_never_text,
@@ -45,12 +69,8 @@ from kvrs.proxy.wire.exactness import (
 )
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import REASONING
-from kvrs.proxy.wire.requests import (
-    CHAT,
-    ParsedRequest,
-    RequestUsage,
-    salted,
-)
+from kvrs.proxy.wire.requests import CHAT, CURRENT, ParsedRequest, RequestUsage, salted
+from kvrs.proxy.wire.watchdog import Watchdog
 
 # Highest value in seconds of each header with a deadline, as in section `slo`.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
@@ -61,7 +81,11 @@ _EXACT, _INEXACT = "X-Kvrs-Exact", "X-Kvrs-Inexact"
 _NO_HEADERS: Mapping[str, str] = {}
 _OWN_NAME = ServedName("")
 
+_FLUSH_TIMEOUT_S = 1.0  # Longest wait until the mirror has all events of a failed stream.
+_NO_INSTANCE = error_body("no instance is up", kind="server_error", code="no_instance")
+
 Parsed = TypeVar("Parsed")
+Read = Callable[..., ParsedRequest]
 
 
 class ClientCall(msgspec.Struct, eq=False):
@@ -116,33 +140,115 @@ def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[st
     return {_EXACT: "no", _INEXACT: ", ".join(reasons)}
 
 
-class Admissions:
-    """Admits clients' requests, step by step. `draining`: no new streams are admitted."""
+class ClientPort:
+    """Admits clients' requests, serves them and responds: what the APIs of the port share.
+    `draining`: no new streams are admitted; `leaving`: the proxy reports that it is not ready, but
+    serves on.
+    """
 
     def __init__(
         self,
         settings: ProxySettings,
-        backend: str,
         driver: Driver,
         mirror: Mirror,
-        metrics: AdmissionMetrics,
-        clock: Callable[[], float],
+        metrics: Metrics,
         tenants: Tenants,
         large: LargeWork,
     ) -> None:
-        self.draining = False
-        self._settings = settings
-        self._backend = backend
-        self._driver = driver
-        self._streams = driver.streams
-        self._instances = driver.control.instances
-        self._self_tests = driver.control.self_tests
-        self._mirror = mirror
-        self._clock = clock
-        self._tenants = tenants
-        self._large = large
+        self.draining = self.leaving = False
+        self.driver = driver
+        self.control = driver.control
+        self.mirror = mirror
+        self.tenants = tenants
+        self.large = large
+        self.keep_alives = KeepAlives()
         self.budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
-        metrics.request_bytes.set_function(lambda: self.budget.held_bytes)
+        self._settings = settings
+        self._counts = metrics.requests
+        metrics.admission.request_bytes.set_function(lambda: self.budget.held_bytes)
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.leaving or self.draining
+
+    async def serve(
+        self,
+        read: Read,
+        request: Request,
+        client_of: Callable[[ClientCall], StreamClient] | None = None,
+    ) -> Response:
+        """Admit a request, serve it and respond; count the request by its outcome. `client_of`:
+        makes the client of a stream from an admitted call; None: it gets the chat's own events.
+        """
+        call = self.begin(request)
+        try:
+            try:
+                await self.admit(call, read)
+            except RequestError:
+                self._counts["rejected"].value += 1
+                raise
+            if client_of is not None and call.client is not None:
+                call.client = client_of(call)
+            if (client := call.client) is not None:
+                self.keep_alives.begin(client)
+            try:
+                if client is None or call.resume is not None:
+                    outcome, response = await self._respond(call)
+                else:
+                    if call.merger is None:
+                        outcome = await self.driver.run(call.journals[0], client)
+                    else:
+                        outcome = await self._stream_choices(call, client)
+                    if isinstance(outcome, Complete):
+                        has_all = call.merger is None and not call.journals[0].wants_usage
+                        response = await client.finish(DONE if has_all else missing_end(call))
+                    else:
+                        response = await end_stream(client, outcome)
+            except asyncio.CancelledError:
+                self._counts["client_gone"].value += 1
+                raise
+            except ClientGoneError:
+                self._counts["client_gone"].value += 1
+                assert client is not None
+                return WRITTEN if client.has_begun else Response(499)
+            finally:
+                if client is not None:
+                    self.keep_alives.open.discard(client)
+            self.count(outcome)
+            return response
+        finally:
+            call.held.end()
+
+    def count(self, outcome: Outcome) -> None:
+        name = "complete"
+        if isinstance(outcome, Failed):
+            name = "rejected" if outcome.rejected else "failed"
+        self._counts[name].value += 1
+
+    def _respond(self, call: ClientCall) -> Coroutine[Any, Any, tuple[Outcome, Response]]:
+        if call.whole is not None:
+            return self._respond_by_one(call)
+        if call.resume is not None:
+            return self._respond_resumable(call, call.resume)
+        return self._respond_whole(call)
+
+    def _stream_choices(self, call: ClientCall, client: StreamClient) -> Awaitable[Outcome]:
+        """Run the streams of a response with several choices or an echo. Not a coroutine, because
+        its frame would be kept as long as the streams.
+        """
+        journals, merger = call.journals, call.merger
+        assert merger is not None
+        streams: list[tuple[Journal, Client]] = [
+            (journal, ChoiceClient(client, merger, index, journal, echo))
+            for index, (journal, echo) in enumerate(zip(journals, call.echoes, strict=True))
+        ]
+        return run_together(self.driver, streams)
+
+    async def _respond_whole(self, call: ClientCall) -> tuple[Outcome, Response]:
+        journals = call.journals
+        clients = [WholeClient(self.driver.parsers) for _ in journals]
+        outcome = await run_together(self.driver, list(zip(journals, clients, strict=True)))
+        return whole_response(call, outcome, clients)
 
     def begin(self, request: Request) -> ClientCall:
         """Begin the admission of a request whose tenant is known. Before the first step the request
@@ -153,9 +259,7 @@ class Admissions:
         held = RequestUsage(self.budget, tenant.meter)
         return ClientCall(request, tenant, held)
 
-    async def admit(
-        self, call: ClientCall, read: Callable[..., ParsedRequest] | None = None
-    ) -> None:
+    async def admit(self, call: ClientCall, read: Read | None = None) -> None:
         """Take a stream's request through all steps, in order. `read` parses the request's body;
         None: it is parsed already.
 
@@ -163,10 +267,11 @@ class Admissions:
             RequestError: a step refuses it.
         """
         request, tenant = call.request, call.tenant
+        instances, tests = self.control.instances, self.control.self_tests
         if read is None:
             pass
         elif request.coming is None:  # The body is short, uncompressed and complete.
-            if self.draining or len(self._streams) >= self._settings.max_streams:
+            if self.draining or len(self.control.streams) >= self._settings.max_streams:
                 self._check_room(1, KEY in request.headers)
             call.body, request.body = request.body, b""
             most = self._max_elements(len(call.body))
@@ -183,12 +288,12 @@ class Admissions:
             parsed.echo or not whole(parsed.endpoint.api).isdisjoint(parsed.fields)
         ):
             check_whole(call)
-        if model is not None and model != self._instances.model:
-            call.name = find_model(self._instances, model)
-        is_exact = self._instances.plain is None and self._self_tests.least[1] is Continues.SEEDED
+        if model is not None and model != instances.model:
+            call.name = find_model(instances, model)
+        is_exact = instances.plain is None and tests.least[1] is Continues.SEEDED
         if (
             not is_exact
-            or self._self_tests.comparison.sampled_ties
+            or tests.comparison.sampled_ties
             or tenant.secret is not None
             or call.name.parent is not None
             or parsed.request.n != 1
@@ -214,10 +319,10 @@ class Admissions:
         """Raise RequestError if `choices` more streams are too many. Raise it also while the proxy
         shuts down, except for a resumed stream that no other proxy can take.
         """
-        open_streams, allowed = len(self._streams), self._settings.max_streams
+        open_streams, allowed = len(self.control.streams), self._settings.max_streams
         if open_streams + choices > allowed:
             raise RequestError(f"{open_streams} of {allowed} streams are open", status=503)
-        if self.draining and not (resumes and not self._mirror.peers.staying):
+        if self.draining and not (resumes and not self.mirror.peers.staying):
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
     async def read_body(self, call: ClientCall) -> None:
@@ -238,13 +343,13 @@ class Admissions:
         Raises:
             RequestError: the body has more bytes than such a prompt can have.
         """
-        served = self._instances.max_model_len
+        served = self.control.instances.max_model_len
         if served is None:
             return MAX_ELEMENTS
-        model = self._driver.tokenizer.files.served
+        model = self.driver.tokenizer.files.served
         longest_token = None if model is None else model.longest_token
         # vLLM's models may accept pictures, whose bytes are not limited by a number of tokens.
-        if longest_token is not None and self._backend != VLLM:
+        if longest_token is not None and self.driver.engine != VLLM:
             most = bytes_within(served, longest_token)
             if size_bytes > most:
                 raise RequestError(
@@ -256,12 +361,12 @@ class Admissions:
 
     async def parse(self, read: Callable[..., Parsed], body: bytes) -> Parsed:
         most = self._max_elements(len(body))
-        return await self._large.run(len(body), partial(read, body, max_elements=most))
+        return await self.large.run(len(body), partial(read, body, max_elements=most))
 
     def _read_key(self, call: ClientCall) -> None:
         """Read the headers of a resumable stream."""
         request = call.request
-        secret = partial(self._tenants.secret_of, request, call.tenant)
+        secret = partial(self.tenants.secret_of, request, call.tenant)
         call.resume = parse_resume_headers(
             request.headers, request.path, call.body, call.parsed, secret
         )
@@ -282,7 +387,7 @@ class Admissions:
             # of that stream's calls are detached.
             call.held.open(streams, None if call.resume is None else call.resume.keys[0])
         if call.resume is not None:
-            call.found = await self._mirror.find(call.resume)
+            call.found = await self.mirror.find(call.resume)
             # Check the room again: other streams may have opened during the steps.
             self._check_room(streams, call.found is not None)
 
@@ -290,26 +395,26 @@ class Admissions:
         """Note in `call` the features of the request that the instances in use could not continue
         exactly.
         """
-        plain, (least, continues) = self._instances.plain, self._self_tests.least
-        comparison, parsed = self._self_tests.comparison, call.parsed
+        plain, (least, continues) = self.control.instances.plain, self.control.self_tests.least
+        comparison, parsed = self.control.self_tests.comparison, call.parsed
         if plain is None and continues is Continues.SEEDED and not comparison.sampled_ties:
             return
-        call.lacks_tokenizer = plain is not None and not self._driver.tokenizer.available
+        call.lacks_tokenizer = plain is not None and not self.driver.tokenizer.available
         if plain is not None:
-            is_sglang = self._backend == SGLANG
+            is_sglang = self.driver.engine == SGLANG
             call.never_as_text, call.has_generator = is_never_text(parsed), not is_sglang
             find = partial(
                 inexact_features,
                 parsed,
-                has_tokenizer=self._driver.tokenizer.available,
+                has_tokenizer=self.driver.tokenizer.available,
                 continues=continues,
                 penalises_prompt=not is_sglang,
-                parses_reasoning=self._driver.parsers.reasoning,
+                parses_reasoning=self.driver.parsers.reasoning,
             )
-            call.inexact = await self._large.run(parsed.size_bytes, find)
+            call.inexact = await self.large.run(parsed.size_bytes, find)
             # SGLang's chats have no ids, by which its processor could be told the known output.
             if not (is_sglang and parsed.endpoint is CHAT):
-                call.replays = self._driver.control.instances.replays(parsed.request.max_tokens)
+                call.replays = self.control.instances.replays(parsed.request.max_tokens)
             call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
             if call.replays is Replays.ALWAYS:
                 call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
@@ -337,21 +442,21 @@ class Admissions:
 
     async def _echo(self, parsed: ParsedRequest) -> str:
         assert isinstance(parsed.request, CompletionRequest)
-        if self._backend == VLLM and parsed.request.return_token_ids:
+        if self.driver.engine == VLLM and parsed.request.return_token_ids:
             return ""  # Like vLLM: a client that wants ids gets the prompt as ids, not as text.
         if isinstance(parsed.request.prompt, str):
             return parsed.request.prompt
         try:
-            return (await self._driver.tokenizer.load()).decode(parsed.request.prompt)
+            return (await self.driver.tokenizer.load()).decode(parsed.request.prompt)
         except ConfigError as error:
             raise RequestError(f"a prompt of ids cannot be echoed: {error}", param="echo") from None
 
     def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
-        journal = reopened(record, parsed, self._clock())
+        journal = reopened(record, parsed, self.driver.clock())
         journal.is_strict = self._settings.inexact is Inexact.REFUSE
-        if self._instances.plain is not None:
+        if self.control.instances.plain is not None:
             journal.never_as_text = is_never_text(parsed)
-            journal.has_generator = self._backend != SGLANG
+            journal.has_generator = self.driver.engine != SGLANG
             # A thought shows while the stream runs, too late for a seed of the proxy's.
             known = [each for each in journal.inexact if each != REASONING]
             journal.replayed = replayable(known, parsed, has_generator=journal.has_generator)
@@ -361,7 +466,7 @@ class Admissions:
                 journal.restore(_received(record))
         # The instance that began the output is not known here, so a difference between any
         # instances counts.
-        comparison, is_drawn = self._self_tests.comparison, parsed.request.temperature > 0
+        comparison, is_drawn = self.control.self_tests.comparison, parsed.request.temperature > 0
         may_differ = comparison.differs or comparison.has_ties(sampled=is_drawn)
         if may_differ and "tokens" not in journal.inexact:
             journal.inexact = (*journal.inexact, "tokens")
@@ -373,7 +478,7 @@ class Admissions:
         if call.found is not None:
             call.journals = [self._reopen(call.found, parsed)]
         else:
-            now_s = self._clock()
+            now_s = self.driver.clock()
             options = parsed.request.stream_options
             wants_usage = options is not None and parsed.request.wants_usage
             call.journals = []
@@ -395,7 +500,7 @@ class Admissions:
                         replays=call.replays,
                         never_as_text=call.never_as_text,
                         has_generator=call.has_generator,
-                        has_plain_answers=bool(self._driver.parsers.plain_answers),
+                        has_plain_answers=bool(self.driver.parsers.plain_answers),
                         can_begin_again=not one.request.stream,
                         is_strict=self._settings.inexact is Inexact.REFUSE,
                         asks_usage=not one.request.stream or wants_usage,
@@ -406,7 +511,7 @@ class Admissions:
         for journal in call.journals:
             journal.tenant, journal.name = tenant.mark, name
             if parsed.endpoint is CHAT:
-                journal.default_tokens = self._driver.default_tokens
+                journal.default_tokens = self.driver.default_tokens
                 journal.is_predictable = is_predictable(journal.parsed)
         if not call.echoes:
             call.echoes = [None] * len(call.journals)
@@ -415,12 +520,167 @@ class Admissions:
 
     async def _find_prefixes(self, call: ClientCall) -> None:
         """Hash a large request's prompts beside the event loop, if the core needs hashes."""
-        if not self._driver.control.policy.routes_by_prefix:
+        if not self.control.policy.routes_by_prefix:
             return
         for journal in call.journals:
             if journal.parsed.prefix is None:  # All choices of a prompt share the prefix.
                 size_bytes = journal.parsed.size_bytes
-                await self._large.run(size_bytes, partial(getattr, journal, "prefix"))
+                await self.large.run(size_bytes, partial(getattr, journal, "prefix"))
+
+    async def _respond_by_one(self, call: ClientCall) -> tuple[Outcome, Response]:
+        """Let one engine answer the whole request, and another engine if the first dies."""
+        path, fields = call.parsed.endpoint.path, whole_fields(call.parsed)
+        answer = await self.ask(path, fields, call.name.key)
+        answer.headers.update(call.head())
+        if answer.status == 200:
+            return Complete(), answer
+        is_rejected = is_the_clients_fault(answer.status)
+        return Failed(answer.status, b"", rejected=is_rejected), answer
+
+    async def ask(self, path: str, fields: Fields, key: str) -> Response:
+        """Ask the instances that serve the model or adapter of this key, least loaded first, until
+        one answers.
+        """
+        limit_s = self.driver.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._ask_in_turn(path, fields, key)
+        except TimeoutError:
+            if limit_s is None:
+                raise
+            return refusal(out_of_time("answer", limit_s))
+
+    async def _ask_in_turn(self, path: str, fields: Fields, key: str) -> Response:
+        instances, failure = self.control.instances, Failed(503, _NO_INSTANCE, 1.0)
+        up = [
+            name
+            for name, known in instances.known.items()
+            if instances.is_up(name) and is_served_at(known.info, key)
+        ]
+        failed_with = set[str]()
+        for name in sorted(up, key=instances.queued):
+            try:
+                return json_response(await self._ask_one(name, path, fields))
+            except RefusedError as error:
+                return json_response(error.body, error.status)
+            except EngineError as error:
+                # A second instance that fails alike shows that the request is at fault, so no
+                # further instance is asked.
+                is_alike = (cause := str(error)) in failed_with
+                failure = Failed(error.status, error.body, rejected=is_alike)
+                if is_alike:
+                    break
+                failed_with.add(cause)
+            except UpstreamError as error:
+                is_busy = isinstance(error, BusyError)
+                wait_s = error.retry_after_s if isinstance(error, BusyError) else 1.0
+                code = "busy" if is_busy else "retries"
+                body = error_body(f"{name}: {error}", kind="server_error", code=code)
+                failure = Failed(503 if is_busy else 502, body, wait_s)
+        return refusal(failure)
+
+    async def _ask_one(self, name: InstanceId, path: str, fields: Fields) -> bytes:
+        context, progress = CURRENT.get(), self.control.progress
+        headers = "" if context is None else context_headers(context, context.id)
+        call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
+        # No prediction limits the time: embeddings of a batch, or beams, may take minutes.
+        with Watchdog(lambda heard_s, _: progress.answer_s(name, heard_s)):
+            return await self.driver.backends[name].ask(call)
+
+    async def _respond_resumable(
+        self, call: ClientCall, resume: ResumeRequest
+    ) -> tuple[Outcome, Response]:
+        """Respond to a keyed request, whose stream is new or was taken over."""
+        (journal,), (echo,) = call.journals, call.echoes
+        gathered = WholeClient()
+        journal.marks = []
+        sync = call.client is not None and call.client.numbers_events
+        inner = call.client or gathered
+        keyed = self.mirror.open(resume, journal, call.found, inner, sync=sync)
+        try:
+            sends_echo = call.client is not None and not keyed.record.events
+            outcome = await self.run_keyed(keyed, journal, echo if sends_echo else None)
+            is_refused = isinstance(outcome, Failed) and outcome.status < 500
+            if is_refused and not keyed.failure and not keyed.record.events:
+                self.mirror.forget(keyed)
+            elif isinstance(outcome, Failed) and outcome is not SUPERSEDED:
+                keyed.release()
+                await keyed.flushed(_FLUSH_TIMEOUT_S)
+            keyed.close()  # Close the stream now: no event may follow the end of the response.
+            if call.client is not None:
+                return outcome, await end_stream(call.client, outcome)
+            return whole_response(call, outcome, [gathered])
+        finally:
+            self.mirror.close(keyed)
+
+    async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
+        """Run a keyed stream until its client has all events."""
+        # The stream was cancelled, or moved away, before it began here.
+        if keyed.failure is not None:
+            return keyed.failure
+        outcome: Outcome = Complete()
+        if not journal.finished and not keyed.record.state.complete:
+            client: Client = keyed
+            if echo is not None:
+                client = ChoiceClient(keyed, Merger(), 0, journal, echo)
+            if journal.begins_again:
+                client = HeldBack(client, journal)
+            else:  # The record gets the events as they come, for a proxy that takes over.
+                journal.can_begin_again = False
+            outcome = await self.driver.run(journal, client)
+        if outcome == Complete():
+            await keyed.finish([] if keyed.record.state.complete else journal.missing_end())
+            if keyed.after > keyed.record.seq:
+                message = "Last-Event-ID lies behind the end of the stream"
+                return Failed(400, error_body(message, code="beyond_end"))
+        return keyed.failure or outcome
+
+
+def missing_end(call: ClientCall) -> bytes:
+    """Return the events that a complete response still lacks."""
+    first, parsed, merger = call.journals[0], call.parsed, call.merger
+    if len(call.journals) == 1:
+        return b"".join(map(sse, first.missing_end())) + DONE if first.wants_usage else DONE
+    assert merger is not None
+    assert merger.head is not None
+    if not parsed.request.wants_usage:
+        return DONE
+    usage, facts = total_usage(call.journals)
+    return sse(parsed.endpoint.event(merger.head, [], usage, facts.beside)) + DONE
+
+
+async def end_stream(client: StreamClient, outcome: Outcome) -> Response:
+    """End a streamed response that has all its events."""
+    match outcome:
+        case Complete():
+            return await client.finish(DONE)
+        case Failed() if not client.has_begun:
+            return refusal(outcome)
+        case Failed():
+            # A stream that ends with an error does not get the [DONE] of a complete response.
+            return await client.finish(sse(outcome.body))
+        case _:
+            assert_never(outcome)
+
+
+def whole_response(
+    call: ClientCall, outcome: Outcome, clients: Sequence[WholeClient]
+) -> tuple[Outcome, Response]:
+    """Return the response of a client that does not stream, and the outcome that counts: it is
+    another one if no body can be made. `clients`: what the call's streams have written to.
+    """
+    match outcome:
+        case Complete():
+            try:
+                body = answer(call.parsed, call.journals, clients, call.echoes)
+                return outcome, json_response(body, headers=call.head())
+            except UndecodableError as error:
+                failure = undecodable(error)
+                return failure, refusal(failure)
+        case Failed():
+            return outcome, refusal(outcome)
+        case _:
+            assert_never(outcome)
 
 
 def _received(record: Record) -> Iterable[tuple[ReceivedChoice, int]]:
