@@ -43,14 +43,19 @@ RATCHET = Path(__file__).parent / "most.json"
 COUNTED = ("files", "changes_of_file", "functions", "lines_of_files")
 TRACES = 3  # How a turn of the event loop falls differs by a few calls.
 PYTHON = (3, 11)  # Other versions call other functions of generators and comprehensions.
+# Callbacks of timers that run whenever their time comes, so that some runs have them in the path.
+TIMERS = ("_TimerWheel._look", "RowLog.write")
 _PRODUCT = str(Path(kvrs.__file__).parent) + "/"
 
 
 @dataclass
 class Trace:
-    """The calls of functions of kvrs in this thread while it is entered, in their order."""
+    """The calls of functions of kvrs in this thread while it is entered, in their order, without
+    those of timers.
+    """
 
     calls: list[tuple[str, str]] = field(default_factory=list)  # Files and functions.
+    _timer: FrameType | None = None  # Frame of the running timer's callback.
 
     def __enter__(self) -> Self:
         sys.setprofile(self._note)
@@ -61,7 +66,12 @@ class Trace:
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(_PRODUCT):
+        if self._timer is not None:
+            if event == "return" and frame is self._timer:
+                self._timer = None
+        elif event == "call" and code.co_qualname in TIMERS:
+            self._timer = frame
+        elif event == "call" and code.co_filename.startswith(_PRODUCT):
             self.calls.append((code.co_filename.removeprefix(_PRODUCT), code.co_qualname))
 
     def figures(self) -> dict[str, int]:
