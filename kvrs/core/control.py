@@ -104,7 +104,16 @@ class Shell(Protocol[_S]):
     def weights_known(self) -> None:
         """End streams that turn out to have tokens of different weights."""
 
+    def post_slots(self, agent: InstanceId) -> None:
+        """Send the agent's message of slots when the present work is done."""
+
     def count_slot(self, outcome: SlotOutcome) -> None: ...
+
+    def leases_begun(self) -> None:
+        """Begin to renew leases: there is one again at an instance or an agent."""
+
+    def tests_due(self) -> None:
+        """Look for due self-tests."""
 
 
 NO_IDS = "its engine has sent no token ids, without which no other can go on with it"
@@ -141,12 +150,13 @@ class Control(Generic[S]):
             tests_kv=configured.tests_kv,
             prefill_generates=configured.prefill_generates,
             loads_rows_of=self.policy.loads_rows_of,
+            due=shell.tests_due,
         )
         self.agents = Agents(configured.agents)
-        self.leases = Leases(configured.lease_s)
+        self.leases = Leases(configured.lease_s, shell.leases_begun)
         self.lengths = PromptLengths()
         self.checkpoints = CheckpointHolds(
-            configured, self.agents, self.instances, self.streams, self.tell
+            configured, self.agents, self.instances, self.streams, self.tell, shell.leases_begun
         )
         self.slots = AgentSlots(
             run_id,
@@ -155,7 +165,7 @@ class Control(Generic[S]):
             self.instances,
             configured.lease_s,
             configured.slot_share,
-            shell.count_slot,
+            shell,
         )
         self.progress = InstanceProgress(self.instances, configured.token_gap_s, self.policy)
         self.fences = FenceTable()
@@ -266,6 +276,8 @@ class Control(Generic[S]):
                 actions = self.policy.handle(event, now_s)
                 if self._trace is not None:
                     self._trace(now_s, event, actions)
+                if self.policy.state.slots.released:
+                    self.slots.release()
                 if is_shown or type(event) in _SHOWN or not _SHOWN.isdisjoint(map(type, actions)):
                     self._shell.note(event, actions, now_s)
                 for action in actions:
@@ -519,7 +531,7 @@ class Control(Generic[S]):
             for news in self.self_tests.news((known.id,)):
                 self.tell(news, now_s)
         if is_new_store or has_other_share:
-            self.self_tests.changed()
+            self._shell.tests_due()
 
     def _counts(self, fetch: FetchReport) -> bool:
         """Return whether the policy awaits this report of loaded rows; each is repeated."""

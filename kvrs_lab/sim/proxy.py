@@ -64,7 +64,6 @@ class SimProxy:
             trace=shell.trace,
             runs_self_tests=config.proxy.self_test,
         )
-        self.control.self_tests.changed = lambda: self.after(0.0, self._self_test)
         self.log: list[str] | None = (
             [header_line(config.policy, config.slo, config.backup)] if keep_log else None
         )
@@ -87,9 +86,6 @@ class SimProxy:
         self.fleet = SimFleet(name, site, self.control, self.time, self.delay_s, grants, rng)
         self.fleet.gossip.found = partial(lost, self)
         self.slots = SlotSender(self.control.slots, self.fleet.agent_backends)
-        # Slots are released after all victims of this moment have asked.
-        post = self.control.slots.has_message
-        self.control.slots.has_message = partial(self.after, 0.0, self.time.loop.do, post)
 
     # Host of attempts and watches.
 
@@ -182,14 +178,14 @@ class SimProxy:
             control.checkpoints.unknown,
             fleet.clock,
         )
-        self._senders = (leases, checkpoint_leases, self.slots)
+        self.lease_senders = (leases, checkpoint_leases)
         self.after(0.0, self._run_senders)
 
     def _run_senders(self) -> None:
-        for sender in self._senders:
+        for sender in (*self.lease_senders, self.slots):
             self.time.loop.create_task(sender.run())
 
-    def _self_test(self) -> None:
+    def self_test(self) -> None:
         tests = self.control.self_tests
         while (test := tests.next(self.now_s)) is not None:
             self.after(_SELF_TEST_S, self._end_self_test, test)
@@ -206,8 +202,8 @@ class SimProxy:
         for news in tests.news(names):
             self.control.tell(news, self.now_s)
         if (retry_s := tests.next_retry_s(self.now_s)) is not None:
-            self.after(max(0.0, retry_s - self.now_s), self._self_test)
-        self._self_test()
+            self.after(max(0.0, retry_s - self.now_s), self.self_test)
+        self.self_test()
 
     # Clients.
 
@@ -301,6 +297,18 @@ class SimShell:
         self.proxy.after(at_s - self.proxy.now_s, self._wake)
 
     def weights_known(self) -> None: ...
+
+    def post_slots(self, agent: InstanceId) -> None:
+        # Slots are released after all victims of this moment have asked.
+        proxy = self.proxy
+        proxy.after(0.0, proxy.time.loop.do, proxy.slots.post_soon, agent)
+
+    def leases_begun(self) -> None:
+        for sender in self.proxy.lease_senders:
+            sender.begin()
+
+    def tests_due(self) -> None:
+        self.proxy.after(0.0, self.proxy.self_test)
 
     def count_slot(self, outcome: SlotOutcome) -> None:
         self.proxy.slot_outcomes[outcome] += 1

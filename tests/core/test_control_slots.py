@@ -12,6 +12,7 @@ from kvrs.core.fleet.known import Agents
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
+from kvrs_testkit.slot_shell import NotingShell
 
 AGENT, D1 = InstanceId("agent-n1"), InstanceId("d1")
 A, B = StreamId("a"), StreamId("b")
@@ -19,17 +20,17 @@ A, B = StreamId("a"), StreamId("b")
 
 def make_slots(
     share: int = 2, health: Health = Health.UP, lease_s: float = 9.0
-) -> tuple[AgentSlots, SlotBook, list[SlotOutcome]]:
+) -> tuple[AgentSlots, SlotBook, NotingShell]:
     """The streams a, b and c have slots in the book of the proxy."""
     agents = Agents({AGENT: NodeId("n1")})
     agents.known[AGENT].health = health
     agents.known[AGENT].info = cast(Any, object())
     instances = cast(Any, SimpleNamespace(known={D1: SimpleNamespace(node="n1")}))
-    counted: list[SlotOutcome] = []
+    shell = NotingShell()
     book = SlotBook(32)
     for name in "abc":
         book.acquire(D1, StreamId(name), 0.0, 1.0)
-    return AgentSlots("me", book, agents, instances, lease_s, share, counted.append), book, counted
+    return AgentSlots("me", book, agents, instances, lease_s, share, shell), book, shell
 
 
 def asked(name: str, attempt: int = 1) -> SlotRequest:
@@ -38,41 +39,42 @@ def asked(name: str, attempt: int = 1) -> SlotRequest:
 
 def test_all_requests_of_one_turn_go_in_one_message_behind_the_releases() -> None:
     """The victims of one event have all asked by then, and what ends makes room."""
-    slots, book, _ = make_slots()
-    told: list[InstanceId] = []
-    slots.has_message = told.append
+    slots, book, shell = make_slots()
     for name in ("a", "b"):
         assert slots.request(asked(name), 0.0) == AGENT
     book.release(A)
+    slots.release()
 
     message = slots.message(AGENT)
 
     assert message == SlotUpdate("me", 9.0, release=[asked("a")], acquire=[asked("a"), asked("b")])
-    assert told == [AGENT]
+    assert shell.posted == [AGENT]
     book.release(B)
-    assert told == [AGENT, AGENT]
+    slots.release()
+    assert shell.posted == [AGENT, AGENT]
 
 
 def test_an_agent_that_does_not_answer_is_not_asked_for_a_second() -> None:
     """A recovery does not wait for an agent that hangs more than once."""
-    slots, _, counted = make_slots()
+    slots, _, shell = make_slots()
     slots.request(asked("a"), 0.0)
 
     assert slots.answered(asked("a"), AGENT, None, 0.25) == Granted(0)
     assert slots.request(asked("b"), 1.24) == Granted(0)
     assert slots.request(asked("c"), 1.25) == AGENT
-    assert counted == [SlotOutcome.LOCAL, SlotOutcome.LOCAL]
+    assert shell.counted == [SlotOutcome.LOCAL, SlotOutcome.LOCAL]
 
 
 def test_local_grants_are_bounded_by_the_share() -> None:
     """All proxies together then take no more slots than there are."""
-    slots, book, counted = make_slots(share=2, health=Health.DOWN)
+    slots, book, shell = make_slots(share=2, health=Health.DOWN)
     outcomes = [slots.request(asked(name), 0.0) for name in "abc"]
 
     assert outcomes == [Granted(0), Granted(0), Denied(0.25)]
     book.release(A)
+    slots.release()
     assert slots.request(asked("c"), 0.0) == Granted(0)
-    assert counted.count(SlotOutcome.DENIED) == 1
+    assert shell.counted.count(SlotOutcome.DENIED) == 1
 
 
 def test_a_late_answer_to_an_older_attempt_changes_nothing_of_its_successor() -> None:
@@ -80,6 +82,7 @@ def test_a_late_answer_to_an_older_attempt_changes_nothing_of_its_successor() ->
     slots, book, _ = make_slots(share=1)
     slots.request(asked("a"), 0.0)
     book.release(A)
+    slots.release()
     slots.message(AGENT)
     book.acquire(D1, A, 0.0, 1.0)
     slots.request(asked("a", attempt=2), 0.0)
@@ -89,6 +92,7 @@ def test_a_late_answer_to_an_older_attempt_changes_nothing_of_its_successor() ->
 
     assert slots.request(asked("b"), 0.1) == Granted(0), "none is granted locally before it"
     book.release(A)
+    slots.release()
     assert slots.message(AGENT).release == [asked("a", attempt=2)]
 
 
@@ -153,6 +157,7 @@ def test_what_an_agent_may_have_granted_is_given_back_to_it_once(seed: int) -> N
 
     def release(stream: StreamId) -> None:
         book.release(stream)
+        slots.release()
         if stream in may_hold:
             due.append(may_hold.pop(stream))
             released.extend(slots.message(AGENT).release)

@@ -7,9 +7,10 @@ or has ended. If an agent cannot be asked, the proxy grants its own share of the
 locally and counts those grants. `SlotBook` records both kinds of grants.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 
@@ -51,10 +52,20 @@ class _Outbox:
     acquire: list[SlotRequest] = field(default_factory=list)
 
 
+class SlotShell(Protocol):
+    """Sends the messages of `AgentSlots`, and counts."""
+
+    def post_slots(self, agent: InstanceId) -> None:
+        """Send the agent's next message when the present work is done, in which all victims of an
+        event make their requests.
+        """
+
+    def count_slot(self, outcome: SlotOutcome) -> None:
+        """Note the outcome of a request, or a lost slot."""
+
+
 class AgentSlots:
-    """Asks agents for slots and applies their answers. `count` gets the outcome of every request
-    and of every lost slot.
-    """
+    """Asks agents for slots and applies their answers."""
 
     def __init__(
         self,
@@ -64,23 +75,19 @@ class AgentSlots:
         instances: Instances,
         lease_s: float,
         share: int,
-        count: Callable[[SlotOutcome], None],
+        shell: SlotShell,
     ) -> None:
         """`owner` is unique to this process; `share`: slots of a target that are
         this proxy's while no agent arbitrates.
         """
         self._owner = owner
         self._book = book
-        book.released = self._release
         self._agents = agents
         self._instances = instances
         self._lease_s = min(lease_s, LEASE_S)
         self.tick_s = min(RENEW_TICK_S, self._lease_s / 3)
-        self._count = count
+        self._shell = shell
         self.reload(share)
-        # Called when an agent's outbox gets its first entry. The driver sends the message in its
-        # next turn, when all victims of an event have made their requests.
-        self.has_message: Callable[[InstanceId], None] = lambda agent: None
         self._outboxes: dict[InstanceId, _Outbox] = {}
         self._cooling_until_s: dict[InstanceId, float] = {}
         self._met: dict[InstanceId, AgentInfo] = {}
@@ -119,18 +126,18 @@ class AgentSlots:
         if not slot.token:
             if held is not None:
                 held.asked = None  # No release is sent: the request stays in the agent's queue.
-            self._count(SlotOutcome.DENIED)
+            self._shell.count_slot(SlotOutcome.DENIED)
             return Denied(slot.wait_s)
-        self._count(SlotOutcome.GRANTED)
+        self._shell.count_slot(SlotOutcome.GRANTED)
         return Granted(slot.token)
 
     def _grant_locally(self, held: HeldSlot) -> Granted | Denied:
         others = self._book.held_at(held.target)
         if sum(each.is_local for each in others if each is not held) >= self._share:
-            self._count(SlotOutcome.DENIED)
+            self._shell.count_slot(SlotOutcome.DENIED)
             return Denied(LOCAL_GRANT_WAIT_S)
         held.is_local = True
-        self._count(SlotOutcome.LOCAL)
+        self._shell.count_slot(SlotOutcome.LOCAL)
         return Granted(0)
 
     def message(self, agent: InstanceId) -> SlotUpdate:
@@ -179,18 +186,22 @@ class AgentSlots:
         for asked in update.renew:
             if asked.stream in answer.lost and (held := self._held(agent, asked)) is not None:
                 held.asked = None
-                self._count(SlotOutcome.LOST)
+                self._shell.count_slot(SlotOutcome.LOST)
 
     def _held(self, agent: InstanceId, asked: SlotRequest) -> HeldSlot | None:
         """Return the slot of this request; None: its attempt has released the slot."""
         held = self._book.held.get(asked.stream)
         return held if held is not None and held.asked == (agent, asked) else None
 
-    def _release(self, agent: InstanceId, asked: SlotRequest) -> None:
-        self._outbox(agent).release.append(asked)
+    def release(self) -> None:
+        """Note the slots that the book has released since the last call."""
+        released = self._book.released.copy()
+        self._book.released.clear()
+        for agent, asked in released:
+            self._outbox(agent).release.append(asked)
 
     def _outbox(self, agent: InstanceId) -> _Outbox:
         if agent not in self._outboxes:
             self._outboxes[agent] = _Outbox()
-            self.has_message(agent)
+            self._shell.post_slots(agent)
         return self._outboxes[agent]

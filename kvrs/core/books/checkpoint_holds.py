@@ -36,10 +36,11 @@ class CheckpointHolds:
         instances: Instances,
         streams: Mapping[StreamId, LiveStream],
         tell: Callable[[ev.Event, float], None],
+        leases_begun: Callable[[], None],
     ) -> None:
         self.agents = agents
         # Reserved room is scarce: releases go with the next message to the agents.
-        self.leases = Leases(configured.lease_s, release_s=configured.load_interval_s)
+        self.leases = Leases(configured.lease_s, leases_begun, release_s=configured.load_interval_s)
         self._mode = configured.backup.mode
         by_itself = configured.engine_keeps_kv
         self._why_none = "SGLang keeps KV by itself" if by_itself else "backup.mode is off"

@@ -16,22 +16,26 @@ class Leases:
     third of a lease, for all its streams.
     """
 
-    def __init__(self, lease_s: float, release_s: float | None = None) -> None:
-        """`release_s` bounds the delay of a release; None: releases wait for the next renewal."""
+    def __init__(
+        self, lease_s: float, begun: Callable[[], None], release_s: float | None = None
+    ) -> None:
+        """`begun` is called at the first lease to renew or release while `is_idle`. `release_s`
+        bounds the delay of a release; None: releases wait for the next renewal.
+        """
+        self.is_idle = False  # The sender waits, as there was nothing to renew or release.
+        self._begun = begun
         self.tick_s = min(lease_s / 3, release_s or lease_s)
         self._lease_s = lease_s
         self._renewed_s = 0.0
         self._held: defaultdict[InstanceId, dict[StreamId, None]] = defaultdict(dict)
         self._ended: defaultdict[InstanceId, dict[StreamId, None]] = defaultdict(dict)
-        # Called once when the table gets its first lease to renew or release.
-        self.has_work: Callable[[], None] | None = None
 
     def hold(self, instance: InstanceId, stream: StreamId) -> None:
         self._held[instance][stream] = None
         # A release that has not been sent yet is withdrawn.
         self._ended[instance].pop(stream, None)
-        if self.has_work is not None:
-            self._begin_work(self.has_work)
+        if self.is_idle:
+            self._begin_work()
 
     def holds_any(self, instance: InstanceId) -> bool:
         """Return whether any open stream has KV at the instance."""
@@ -41,12 +45,12 @@ class Leases:
         """Release the stream's pages with the next message to the instance."""
         self._held[instance].pop(stream, None)
         self._ended[instance][stream] = None
-        if self.has_work is not None:
-            self._begin_work(self.has_work)
+        if self.is_idle:
+            self._begin_work()
 
-    def _begin_work(self, has_work: Callable[[], None]) -> None:
-        self.has_work = None
-        has_work()
+    def _begin_work(self) -> None:
+        self.is_idle = False
+        self._begun()
 
     def drop(self, instance: InstanceId, stream: StreamId) -> None:
         """Stop renewing a lease that the instance has ended itself; no release is sent."""

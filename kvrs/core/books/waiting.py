@@ -13,7 +13,7 @@ survivors which fail under the load of retries do not cause ever more retries. T
 token per open stream: all victims of one loss go on at once, and later failures at the refill rate.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -149,8 +149,8 @@ class SlotBook:
         self.is_used = False  # A slot was taken at least once; before, no stream waits for one.
         self.held: dict[StreamId, HeldSlot] = {}
         self.awaited: dict[StreamId, InstanceId] = {}  # The target of each queued stream.
-        # Called for each released slot that an agent may have granted.
-        self.released: Callable[[InstanceId, SlotRequest], None] = lambda agent, asked: None
+        # Released slots that an agent may have granted, to be told to it, with that agent.
+        self.released: list[tuple[InstanceId, SlotRequest]] = []
 
     def expected_wait_s(self, target: InstanceId, stream: StreamId, now_s: float) -> float:
         """Return the expected time until the stream gets a slot at the target; 0: it may take one.
@@ -203,7 +203,7 @@ class SlotBook:
             book.count()
         del book.held[stream]
         if held.asked is not None:
-            self.released(*held.asked)
+            self.released.append(held.asked)
 
     def deny(self, stream: StreamId, until_s: float) -> None:
         """Put the stream back in its place in the queue: the target's agent has no slot for this

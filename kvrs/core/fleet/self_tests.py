@@ -479,12 +479,15 @@ class SelfTests:
         tests_kv: bool,
         prefill_generates: bool = False,
         loads_rows_of: Callable[[Member, Member], bool] = lambda target, holder: False,
+        due: Callable[[], None] = lambda: None,
     ) -> None:
+        """`due` is called when a test may have become due."""
         self._known = known
         self._enabled = enabled
         self._may_test_kv = tests_kv
         self._prefill_generates = prefill_generates
         self._loads_rows_of = loads_rows_of
+        self._note_due = due
         self.stores = Stores(known, enabled=enabled)
         # The present or last process of each instance; other modules only read it.
         self.processes: dict[InstanceId, TestedProcess] = {}
@@ -501,7 +504,6 @@ class SelfTests:
         # The decode instance that continues streams least exactly, by its test or else by its
         # declaration; None: all continue exactly.
         self.least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
-        self.changed: Callable[[], None] = lambda: None  # Called when a test may have become due.
 
     @property
     def enabled(self) -> bool:
@@ -540,7 +542,7 @@ class SelfTests:
                 other.partners.discard(info.id)
         self._compare()
         self._reported[info.id] = self._known_of(info.id)  # The event of its coming up tells it.
-        self.changed()
+        self._note_due()
 
     def lost(self, instance: InstanceId) -> None:
         life = self.processes.get(instance)
@@ -552,7 +554,7 @@ class SelfTests:
         """Repeat failed tests of rows: agents now serve other rows."""
         for life in self.processes.values():
             life.of_rows.failures, life.of_rows.at_s = 0, 0.0
-        self.changed()
+        self._note_due()
 
     def forget(self, instance: InstanceId) -> None:
         """Forget an instance that was removed from the cluster."""

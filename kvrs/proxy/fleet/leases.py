@@ -37,6 +37,11 @@ class LeaseSender:
         self._is_up = is_up
         self._unknown = unknown
         self._clock = clock
+        self._has_begun = asyncio.Event()
+
+    def begin(self) -> None:
+        """Begin to send: there may be a lease to renew or release again."""
+        self._has_begun.set()
 
     async def run(self) -> None:
         """Send due batches of leases until cancelled."""
@@ -44,9 +49,10 @@ class LeaseSender:
         leases.begin(clock())
         while True:
             if leases.is_empty:
-                has_work = asyncio.Event()
-                leases.has_work = has_work.set
-                await has_work.wait()
+                leases.is_idle = True
+                while leases.is_idle:
+                    self._has_begun.clear()
+                    await self._has_begun.wait()
                 leases.begin(clock())
             await asyncio.sleep(leases.tick_s)
             due = leases.due(clock())

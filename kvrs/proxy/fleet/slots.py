@@ -30,7 +30,6 @@ class SlotDeniedError(KvrsError):
 class SlotSender:
     def __init__(self, slots: AgentSlots, backends: Mapping[InstanceId, AgentBackend]) -> None:
         self._slots = slots
-        slots.has_message = self._post_soon
         self._backends = backends
         self._waiting: dict[SlotRequest, asyncio.Future[Slot | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,7 +73,8 @@ class SlotSender:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _post_soon(self, agent: InstanceId) -> None:
+    def post_soon(self, agent: InstanceId) -> None:
+        """Send the agent's message in the next turn of the event loop."""
         self._has_asked.set()
         self._begin(self._post_to(agent))
 

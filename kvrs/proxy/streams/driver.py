@@ -154,6 +154,7 @@ class Driver:
         # Functions by instance that treat its silence as its end, and return False if the silence
         # is too short for that.
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
+        self.tests_wake = asyncio.Event()  # Set when a self-test may be due.
         # HTTP status of the last busy answer of any instance; 503 before the first.
         self.busy_status = 503
         self.leases = LeaseSender(
@@ -445,6 +446,16 @@ class Driver:
                     log.info("instance readmitted", extra={"instance": name})
                 case _:
                     pass
+
+    def post_slots(self, agent: InstanceId) -> None:
+        self.slots.post_soon(agent)
+
+    def leases_begun(self) -> None:
+        self.leases.begin()
+        self.checkpoint_leases.begin()
+
+    def tests_due(self) -> None:
+        self.tests_wake.set()
 
     def count_slot(self, outcome: SlotOutcome) -> None:
         self._metrics.slots.labels(outcome).inc()

@@ -95,8 +95,7 @@ class SelfTester:
         self._streams = KnownStreams(driver, clock)
         # Salt of the prompt that was stored last, by target of the test.
         self._stored: dict[InstanceId, str] = {}
-        self._wake = asyncio.Event()
-        self._tests.changed = self._wake.set
+        self._wake = driver.tests_wake
 
     async def run(self) -> None:
         """Test instances that come up, until cancelled."""

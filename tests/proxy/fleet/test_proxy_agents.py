@@ -223,7 +223,7 @@ def test_who_is_back_before_its_release_was_told_is_not_released() -> None:
     and shut its writer out.
     """
     agent, stream = InstanceId("agent-n0"), StreamId("s")
-    leases = Leases(30.0)
+    leases = Leases(30.0, lambda: None)
     leases.hold(agent, stream)
     leases.release(agent, stream)
     leases.hold(agent, stream)

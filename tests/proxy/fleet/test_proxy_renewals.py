@@ -51,10 +51,12 @@ def test_an_agent_that_answers_late_puts_off_no_renewal(
     monkeypatch.setattr(
         module,
         "asyncio",
-        SimpleNamespace(sleep=sleep, gather=asyncio.gather, get_running_loop=lambda: loop),
+        SimpleNamespace(
+            sleep=sleep, gather=asyncio.gather, get_running_loop=lambda: loop, Event=asyncio.Event
+        ),
         raising=True,
     )
-    leases = Leases(LEASE_S, release_s=0.25)
+    leases = Leases(LEASE_S, lambda: None, release_s=0.25)
     leases.hold(OTHER, StreamId("s"))
     leases.release(SLOW, StreamId("another"))
     with pytest.raises(asyncio.CancelledError):
@@ -76,7 +78,7 @@ def test_a_sender_without_leases_is_not_woken(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Leases, "due", noted)
 
     async def run() -> None:
-        leases = Leases(LEASE_S, release_s=0.25)
+        leases = Leases(LEASE_S, lambda: sender.begin(), release_s=0.25)
         sender = LeaseSender(leases, {}, lambda _: False, lambda *_: None, lambda: 0.0)
         sending = asyncio.create_task(sender.run())
         await asyncio.sleep(10.0)

@@ -22,6 +22,7 @@ from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Scripted
 from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_model import expected_ids, text_of
+from kvrs_testkit.slot_shell import NotingShell
 from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -241,15 +242,27 @@ async def test_a_proxy_that_ends_gives_its_slots_back(
 ASKED = SlotRequest(InstanceId("d1"), StreamId("s"), 2)
 
 
-def sender_to(agent: Any, book: SlotBook) -> SlotSender:
-    """The sender of a proxy whose only agent, on the node of d1, is up."""
+class PostingShell(NotingShell):
+    """Sends what it is told to send."""
+
+    slots: AgentSlots
+    sender: SlotSender
+
+    def post_slots(self, agent: InstanceId) -> None:
+        self.sender.post_soon(agent)
+
+
+def sender_to(agent: Any, book: SlotBook) -> PostingShell:
+    """The shell of a proxy whose only agent, on the node of d1, is up."""
     book.acquire(ASKED.target, ASKED.stream, 0.0, 1.0)
     name = InstanceId("agent-n1")
     agents = Agents({name: NodeId("n1")})
     agents.known[name].health = Health.UP
     nodes = SimpleNamespace(known={"d1": SimpleNamespace(node="n1")})
-    slots = AgentSlots("me", book, agents, cast("Any", nodes), 30.0, 32, lambda _: None)
-    return SlotSender(slots, {name: agent})
+    shell = PostingShell()
+    slots = AgentSlots("me", book, agents, cast("Any", nodes), 30.0, 32, shell)
+    shell.slots, shell.sender = slots, SlotSender(slots, {name: agent})
+    return shell
 
 
 async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
@@ -263,10 +276,11 @@ async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
             return SlotAnswer([Slot(1) for _ in update.acquire])
 
     asking = sender_to(Agent(), book := SlotBook(1))
-    await asking.acquire(ASKED)
+    await asking.sender.acquire(ASKED)
 
     book.release(ASKED.stream)
-    await asking.close()
+    asking.slots.release()
+    await asking.sender.close()
 
     assert told[-1].release == told[0].acquire == [ASKED]
 
@@ -281,9 +295,9 @@ def test_an_agent_that_hangs_is_waited_for_a_quarter_of_a_second() -> None:
 
     async def acquire() -> tuple[int, float]:
         asking = sender_to(Agent(), SlotBook(1))
-        token = await asking.acquire(ASKED)
+        token = await asking.sender.acquire(ASKED)
         waited_s = virtual_loop().time()
-        await asking.close()
+        await asking.sender.close()
         return token, waited_s
 
     assert run_virtually(acquire()) == (0, 0.25)
@@ -328,18 +342,19 @@ async def test_a_sender_without_slots_is_not_woken(monkeypatch: pytest.MonkeyPat
             return SlotAnswer([Slot(1) for _ in update.acquire])
 
     asking = sender_to(Agent(), book := SlotBook(1))
-    sending = asyncio.create_task(asking.run())
+    sending = asyncio.create_task(asking.sender.run())
     await asyncio.sleep(0.3)
     assert looks == []
 
-    await asking.acquire(ASKED)
+    await asking.sender.acquire(ASKED)
     while not looks:
         await asyncio.sleep(0.01)
     book.release(ASKED.stream)
+    asking.slots.release()
     await asyncio.sleep(0.3)
     count = len(looks)
     await asyncio.sleep(0.3)
 
     assert len(looks) == count
     sending.cancel()
-    await asking.close()
+    await asking.sender.close()
