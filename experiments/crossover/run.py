@@ -121,7 +121,10 @@ def rom_pick(prefill: Member, target: Member, cell: Cell) -> Option:
 def auto_pick(prefill: Member, target: Member, cell: Cell) -> Option:
     """The decision of `auto`, which counts the tokens behind the prompt."""
     bytes_per_s, handshake_s = cell.gbit_per_s / 8 * 1e9, HANDSHAKE_S
-    history, size_bytes = cell.prompt_tokens + cell.produced_tokens, target.bytes_per_token
+    history, size_bytes = (
+        cell.prompt_tokens + cell.produced_tokens,
+        target.abilities.bytes_per_token,
+    )
     transfer_s = handshake_s + cell.prompt_tokens * size_bytes / bytes_per_s
     history_s = target.prefill.seconds_for(history)
     migrate = estimate_fetch(

@@ -66,7 +66,7 @@ def scored(view: ClusterView, stream: Stream, *_: object) -> Member:
     least, most = min(queues.values()), max(queues.values())
     scores = {}
     for member, tokens in depths.items():
-        size = member.page_size_tokens
+        size = member.abilities.page_size_tokens
         blocks = max(1, min(MOST_BLOCKS, stream.prompt_tokens // size))
         matched = min(MOST_BLOCKS, tokens // size) / blocks
         queue = (most - queues[member]) / (most - least) if most > least else 1.0
@@ -96,7 +96,7 @@ def _true_levels(world: World) -> Callable[..., tuple[int, list[tuple[int, list[
         view: ClusterView, stream: Stream, first: Member
     ) -> tuple[int, list[tuple[int, list[Member]]]]:
         assert isinstance(stream, SimStream)
-        size = first.page_size_tokens
+        size = first.abilities.page_size_tokens
         if stream.id not in tags:
             tags[stream.id] = page_tags(
                 root_tag("simulated"), stream.journal.arrival.prompt_ids, size

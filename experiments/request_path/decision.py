@@ -49,7 +49,9 @@ def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callabl
         produced_tokens=PRODUCED_TOKENS,
         prefilled=True,
     )
-    stream.holders[holder.id] = Holder(holder, stream.prompt_tokens // holder.page_size_tokens)
+    stream.holders[holder.id] = Holder(
+        holder, stream.prompt_tokens // holder.abilities.page_size_tokens
+    )
     for n in range(
         settings.slots_max
     ):  # All slots taken: a denial's expected wait is part of the decision.

@@ -29,7 +29,9 @@ def place(
     chosen: list[Agent] = []
     if decode.rows:
         stream.unprotected, mode = "", BackupMode.OFF
-    elif not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
+    elif not (
+        decode.abilities.checkpoints or (prefill is not None and prefill.abilities.checkpoints)
+    ):
         # Neither instance sends pages: a reservation that is never filled would take room from
         # other streams.
         stream.unprotected = f"no agent keeps KV of {decode.id}"
@@ -68,8 +70,8 @@ def _at_peer(
         each
         for each in state.view.members.values()
         if each is not decode
-        and each.decodes
-        and each.checkpoints
+        and each.abilities.decodes
+        and each.abilities.checkpoints
         and not each.must_drain
         and each.info.fingerprint == decode.info.fingerprint
     ]
@@ -176,7 +178,7 @@ def _placed(
 def _keep(
     state: State, stream: Stream, agent: Agent, decode: Member, need_bytes: int
 ) -> StoredCheckpoint:
-    agent.bytes_per_token = decode.bytes_per_token
+    agent.bytes_per_token = decode.abilities.bytes_per_token
     checkpoint = stream.checkpoints.get(agent.id)
     if checkpoint is None or not checkpoint.is_of(decode):
         if checkpoint is not None:
@@ -206,7 +208,7 @@ def _need_bytes(stream: Stream, decode: Member) -> int:
     ends = (stream.most_tokens, decode.info.max_model_len or None)
     longest = min((most for most in ends if most is not None), default=0)
     tokens = max(longest, stream.history_tokens)
-    return max(1, tokens // decode.page_size_tokens) * decode.page_bytes
+    return max(1, tokens // decode.abilities.page_size_tokens) * decode.abilities.page_bytes
 
 
 def _has_room(stream: Stream, agent: Agent, need_bytes: int) -> bool:

@@ -683,11 +683,11 @@ class Attempt(Generic[S]):
         if plan.prefill is not None:
             together = is_one_call(decode, plan.prefill)
         else:
-            together = not journal.output_ids and decode.computes_prompts
+            together = not journal.output_ids and decode.abilities.computes_prompts
             if not together and journal.prompt_ids is not None:
                 return None
         there = control.instances.known[self.failed_at]
-        if there.retains:
+        if there.abilities.retains:
             self.live.prefilled_at[self.failed_at] = None
         self._waits_for = self._computes_at = (there,)
         if (decision := self.live.attempt.decision) is not None:
@@ -906,6 +906,6 @@ class Attempt(Generic[S]):
             live.guessed_tokens = 0
         delivered = control.progress.delivered[instance]
         delivered.last_s = max(delivered.last_s, now_s)
-        if control.instances.known[instance].retains:
+        if control.instances.known[instance].abilities.retains:
             control.leases.hold(instance, live.id)
         control.tell(ev.PrefillDone(live.id, self.number, history_tokens, reused_tokens), now_s)

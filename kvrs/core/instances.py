@@ -78,7 +78,7 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     member.told = report
     if member.note_steps(report):
         state.view.share_slowness(member)
-    if not member.decodes:
+    if not member.abilities.decodes:
         state.view.prefill_order.note_prompts(member, report.queued + report.running)
     else:
         # Other streams there belong to other proxies (LUMEN section 4.3: a target's load is
@@ -221,11 +221,11 @@ def _leave_kv(state: State, member: Member, produced_tokens: Mapping[StreamId, i
     """Keep the KV of the instance's streams for fetching: by a lease while the process is about to
     end, else because nothing new replaces pages in its prefix cache.
     """
-    for stream in _running(state, member) if member.retains else []:
+    for stream in _running(state, member) if member.abilities.retains else []:
         is_whole = not member.has_lost_cells(stream.id)
         if stream.stage is Stage.DECODE and stream.attempt.resumed and is_whole:
             produced = max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
-            pages = (stream.prompt_tokens + produced - 1) // member.page_size_tokens
+            pages = (stream.prompt_tokens + produced - 1) // member.abilities.page_size_tokens
             kv_locations.leave(state, stream, member, pages)
 
 

@@ -247,7 +247,7 @@ def rows_left(state: State, stream: Stream, member: Member) -> None:
     tokens = stream.history_tokens - 1
     if not member.in_store and member.row_tokens:
         tokens -= tokens % member.row_tokens  # Rows are stored and loaded whole.
-    pages = tokens // member.page_size_tokens
+    pages = tokens // member.abilities.page_size_tokens
     if not member.rows or not pages:
         return
     shares = {state.view.store: 1.0}

@@ -50,7 +50,7 @@ def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_
         _put_runs(state, attempt, plan, decode)
     elif (load := plan.load) is not None:
         link = view.link_from(view.agents[load.agent], runs_on.node)
-        _put_on_link(attempt, link, load.tokens * runs_on.bytes_per_token)
+        _put_on_link(attempt, link, load.tokens * runs_on.abilities.bytes_per_token)
     if decode.node != runs_on.node:
         _put_hand_off(state, stream, runs_on, decode)
     view.count_stream(decode, 1)
@@ -69,7 +69,7 @@ def _added_s(stream: Stream, runs_on: Member, chosen: Estimate) -> float:
     overhead_s, tokens = runs_on.prefill.step_overhead_s, 0
     if chosen.option in _WHOLE:
         tokens = stream.history_tokens - chosen.cached_tokens
-    elsewhere = 1.0 - min(1.0, tokens / runs_on.step_tokens)
+    elsewhere = 1.0 - min(1.0, tokens / runs_on.abilities.step_tokens)
     return max(0.0, chosen.compute_s - elsewhere * overhead_s)
 
 
@@ -102,7 +102,7 @@ def _put_runs(state: State, attempt: AttemptState, plan: act.Plan, decode: Membe
             link = state.view.link(state.view.members[run.holder].node, decode.node)
         else:
             link = state.view.link_from(agent, decode.node)
-        _put_on_link(attempt, link, run.pages * decode.page_bytes)
+        _put_on_link(attempt, link, run.pages * decode.abilities.page_bytes)
 
 
 def _put_hand_off(state: State, stream: Stream, prefill: Member, decode: Member) -> None:
@@ -132,8 +132,8 @@ def prefilled(
             state.view.stored.send(stored.agent, stream.prefix, stream.prompt_tokens)
     # The answer may predate the re-forming in which cells of the pages were lost.
     has_whole = member.reforming is None or not member.has_lost_cells(stream.id)
-    if has_whole and (member.retains or member.caches):
-        kv_locations.retain(state, stream, member, tokens // member.page_size_tokens)
+    if has_whole and (member.abilities.retains or member.abilities.caches):
+        kv_locations.retain(state, stream, member, tokens // member.abilities.page_size_tokens)
 
 
 def note_found(
@@ -152,7 +152,7 @@ def note_found(
         predicted = stream.cached.get(member.id, 0) * tokens // length
         # The cache may have more than the prompts that were sent: a decode instance keeps its
         # answers, which return with the next turn, and a tier or a store has what others computed.
-        others = member.decodes or bool(member.rows)
+        others = member.abilities.decodes or bool(member.rows)
         view.prefixes.correct(member, stream.prefix, predicted, found, finds_others=others)
     elif stream.attempt.number == 1 and (agent := view.agents.get(load.agent)) is not None:
         predicted = (load.first_token + load.tokens) * tokens // length

@@ -60,7 +60,11 @@ def contradict(state: State, stream: Stream, accepting: Member) -> None:
     """Charge instances that refused what another instance has accepted."""
     for refusal in stream.refusals:
         refuser = state.view.members.get(refusal.instance)
-        if refuser is not None and not refuser.prefills and not accepting.decodes:
+        if (
+            refuser is not None
+            and not refuser.abilities.prefills
+            and not accepting.abilities.decodes
+        ):
             # A prefill instance's answer does not show that a decode instance refused wrongly.
             continue
         stream.forget_refusal(refusal.instance)
@@ -282,13 +286,14 @@ def peers(state: State, member: Member) -> list[Member]:
     return [
         other
         for other in state.view.members.values()
-        if (member.prefills and other.prefills) or (member.decodes and other.decodes)
+        if (member.abilities.prefills and other.abilities.prefills)
+        or (member.abilities.decodes and other.abilities.decodes)
     ]
 
 
 def _prefills(member: Member) -> bool:
-    return member.prefills
+    return member.abilities.prefills
 
 
 def _decodes(member: Member) -> bool:
-    return member.decodes
+    return member.abilities.decodes

@@ -80,7 +80,7 @@ def victim_of(view: ClusterView, stream: Stream, now_s: float) -> Victim:
     for pages, node in holders:
         for member in view.by_node.get(node, ()) if pages else ():
             if (
-                member.decodes
+                member.abilities.decodes
                 and not member.is_drained
                 and member.id not in excluded_epochs
                 and view.is_healthy(member)
@@ -462,7 +462,7 @@ def _await_count(
     restored[stream.id, stream.attempt.number] = RestoredRows(
         plan.asked,
         frozenset(found.engine.id for found in stored if found.engine is not None),
-        pages * target.page_size_tokens,
+        pages * target.abilities.page_size_tokens,
         _LATE_ROWS * target.row_tokens,
         predicted,
         min(computed, default=None),

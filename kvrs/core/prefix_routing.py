@@ -183,7 +183,9 @@ def _with_load(
     the load to request. An agent with equal tokens is asked too, while the prompt queues: it may
     have the answer of the last turn, or the instance may have less by now.
     """
-    can_load = member.pulls and member.caches and member.restores and not member.rows
+    can_load = (
+        member.abilities.pulls and member.abilities.caches and member.restores and not member.rows
+    )
     if stored is None or stored.tokens < own or not can_load:
         return own, None
     more, table = stored.tokens - own, member.prefill
@@ -195,7 +197,7 @@ def _with_load(
     wait_s = max(0.0, load_s - member.queue_s)
     if wait_s > compute_s:
         return own, None
-    pages = -(-stream.prompt_tokens // member.page_size_tokens)
+    pages = -(-stream.prompt_tokens // member.abilities.page_size_tokens)
     within_s = min(member.queue_s + compute_s, max(_LEAST_PATIENCE_S, _PATIENCE * load_s))
     load = PromptLoad(agent.id, agent.epoch, pages, own, more, within_s)
     return own + (int(more * (1 - wait_s / compute_s)) if wait_s else more), load
@@ -206,7 +208,7 @@ def _load_s(view: ClusterView, agent: Agent, member: Member, tokens: int) -> flo
     link = view.link_from(agent, member.node)
     is_local = agent.node == member.node and not link.measured
     rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
-    return HANDSHAKE_S + (link.in_flight_bytes + tokens * member.bytes_per_token) / rate
+    return HANDSHAKE_S + (link.in_flight_bytes + tokens * member.abilities.bytes_per_token) / rate
 
 
 def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:

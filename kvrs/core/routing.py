@@ -72,8 +72,8 @@ def _picked(view: ClusterView, stream: Stream) -> tuple[Member | None, Member | 
         and may_have(view, member, stream, barred_too=False)
         and _takes(view, member, stream)
     ]
-    prefill = next((member for member in named if member.prefills), None)
-    return prefill, next((member for member in named if member.decodes), None)
+    prefill = next((member for member in named if member.abilities.prefills), None)
+    return prefill, next((member for member in named if member.abilities.decodes), None)
 
 
 def _cheapest(
@@ -118,7 +118,7 @@ def computing_prompts(view: ClusterView) -> list[Member]:
     return [
         each
         for each in view.decoders
-        if each.computes_prompts and not any(map(each.takes_from, view.prefillers))
+        if each.abilities.computes_prompts and not any(map(each.takes_from, view.prefillers))
     ]
 
 
@@ -305,15 +305,15 @@ def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId
         )
 
     def prefills(other: Member) -> bool:
-        return other.prefills or other.computes_prompts
+        return other.abilities.prefills or other.abilities.computes_prompts
 
     def decodes(other: Member) -> bool:
-        return other.decodes and view.has_prefill(other)
+        return other.abilities.decodes and view.has_prefill(other)
 
     others = view.members.values()
-    return (not member.prefills or any(prefills(each) and is_left(each) for each in others)) and (
-        not member.decodes or any(decodes(each) and is_left(each) for each in others)
-    )
+    return (
+        not member.abilities.prefills or any(prefills(each) and is_left(each) for each in others)
+    ) and (not member.abilities.decodes or any(decodes(each) and is_left(each) for each in others))
 
 
 class HandoffCandidate(msgspec.Struct, frozen=True):
@@ -363,7 +363,7 @@ def starts_at(
     """The decode instance of a stream that begins with one call for both stages, or two at once:
     its hand-off cannot be redirected later, so it is chosen now.
     """
-    can_differ = prefill.retains or planned.info.joins_prefill
+    can_differ = prefill.abilities.retains or planned.info.joins_prefill
     if _keeps_pair(stream, planned, settings) or not can_differ:
         return planned
     others = (
@@ -417,7 +417,7 @@ def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -
         if (
             member is not planned
             and member.info.geometry == geometry
-            and (member.pulls or member.info.own_prefill is None)
+            and (member.abilities.pulls or member.info.own_prefill is None)
             and member.reads_format_of(prefill)
             and may_have(view, member, stream, barred_too=False)
         ):
@@ -467,7 +467,7 @@ def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: b
         return False
     is_promised = stream.promise is not Promise.NONE
     # A stream of known tokens goes on by these, but what computes its prompt has none.
-    if (member.is_doubted and not (stream.tokens and member.decodes)) and (
+    if (member.is_doubted and not (stream.tokens and member.abilities.decodes)) and (
         is_promised or view.has_better(member, stream.name)
     ):
         return False

@@ -146,7 +146,7 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
         state.actions.append(placing.settle(state, stream, decision, now_s))
     decode = attempt.decodes_on
     is_second_run = attempt.option is Option.REPLAY and not attempt.resumed
-    if is_second_run and decode is not None and not decode.replays:
+    if is_second_run and decode is not None and not decode.abilities.replays:
         state.differences.note(stream.produced_tokens, differed=False)
     if home is not None:
         outliers.answered(state, stream, home, now_s)
@@ -225,7 +225,7 @@ def _differ(state: State, stream: Stream, event: ev.AttemptFailed, now_s: float)
         recovery.note_difference(event.instance)
         if member is not None:
             stream.exclude(member)
-            if not member.replays:
+            if not member.abilities.replays:
                 state.differences.note(event.same_tokens + 1, differed=True)
         if len(recovery.differed) >= _MOST_DIFFERENCES:
             if stream.must_replay:

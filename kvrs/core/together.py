@@ -186,7 +186,7 @@ class _Event:
         """Return the link from which the target fetches, and what it computes behind that."""
         here_s = estimate.at_target_s
         if estimate.option is Option.SPLIT:
-            front = estimate.first_page * target.page_size_tokens
+            front = estimate.first_page * target.abilities.page_size_tokens
             table = target.prefill
             front_s = min(here_s, max(0.0, table.seconds_for(front) - table.step_overhead_s))
             self._at(target, Work(front, front_s))
@@ -205,9 +205,9 @@ class _Event:
         if steps is None:
             streams = member.streams - self._streams.get(member.id, 0)
             steps = self._steps[member.id] = Steps(
-                member.step_s if member.decodes and streams > 0 else 0.0,
+                member.step_s if member.abilities.decodes and streams > 0 else 0.0,
                 member.prefill.step_overhead_s,
-                member.step_tokens,
+                member.abilities.step_tokens,
                 member.wait_of_history_s(self._begun_s, self._booked_s.get(member.id, 0.0)),
             )
         steps.work.append(work)

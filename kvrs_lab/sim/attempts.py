@@ -238,7 +238,7 @@ class SimAttempt:
             live.arrival.max_tokens,
             prefill_only,
             sources,
-            self._attempt.plan.places if known.checkpoints else (),
+            self._attempt.plan.places if known.abilities.checkpoints else (),
             connection,
             slot_token,
             live.arrival.is_poison,

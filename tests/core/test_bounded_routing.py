@@ -29,7 +29,7 @@ def weighed(view: ClusterView, stream: Stream, is_free: bool, *, barred_too: boo
     allowed = [
         member
         for member in view.members.values()
-        if member.prefills
+        if member.abilities.prefills
         and not member.is_drained
         and routing.may_have(view, member, stream, barred_too=barred_too)
     ]
@@ -53,7 +53,7 @@ class Fleet:
         name = InstanceId(f"i{rng.randrange(1000)}-{self.made}")
         node = NodeId(f"n{rng.randrange(_NODES)}")
         info = assumed_instance(name, node, rng.choice([*Role]), GEOMETRY, can)
-        there = [each.id for each in self.view.by_node.get(node, ()) if each.prefills]
+        there = [each.id for each in self.view.by_node.get(node, ()) if each.abilities.prefills]
         if there and info.role is Role.DECODE and rng.random() < 0.3:
             info = msgspec.structs.replace(info, own_prefill=rng.choice(there))
         self.view.add(Member.of(info, TABLE))
@@ -71,7 +71,7 @@ class Fleet:
                 view.prefill_order.book(member, 0.1, 0.0, is_history=False)
             case 3 if member.bookings:
                 view.prefill_order.unbook(member, 0.1, 0.0, is_history=False)
-            case 4 | 5 if member.decodes:
+            case 4 | 5 if member.abilities.decodes:
                 change = rng.choice([1, 1, -1]) if member.streams else 1
                 view.count_stream(member, change)
             case 6:
@@ -153,7 +153,7 @@ def test_a_removed_instance_restricts_no_choice() -> None:
     """Also one that is removed during a pause, which would never end."""
     fleet = Fleet(0)
     view = fleet.view
-    paused = next(member for member in view.members.values() if member.decodes)
+    paused = next(member for member in view.members.values() if member.abilities.decodes)
     paused.answers.busy_until_s = 5.0
     view.prefill_order.restrict(paused)
     assert view.prefill_order.has_restricted()

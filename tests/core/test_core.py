@@ -472,13 +472,16 @@ def test_of_a_removed_instance_nothing_is_known() -> None:
     """It is found not up, and with no capability, by all that still name it."""
     driver = Driver()
     instances = driver.control.instances
-    before = instances.known[D0].retains, instances.known[D0].checkpoints
+    before = instances.known[D0].abilities.retains, instances.known[D0].abilities.checkpoints
     left = instances.known[D0]
 
     instances.remove(left)
 
     assert before == (True, True)
-    assert (instances.known[D0].retains, instances.known[D0].checkpoints) == (False, False)
+    assert (instances.known[D0].abilities.retains, instances.known[D0].abilities.checkpoints) == (
+        False,
+        False,
+    )
     assert left.health is instances.known[D0].health is Health.REMOVED
     assert (instances.known[D0].epochs, instances.is_present(D0)) == ({}, False)
 
@@ -553,3 +556,18 @@ def test_a_guess_is_that_of_the_gpus_of_the_node(*, is_guess: bool) -> None:
     found = driver.control.instances.known[D0].info.prefill
     assert found == (guessed_prefill(None, "NVIDIA H200") if is_guess else given)
     assert guess.seconds[-1] / guessed_prefill(None, "NVIDIA H200").seconds[-1] > 3
+
+
+def test_what_an_instance_can_do_is_replaced_as_a_whole() -> None:
+    """With the info, or with rows that it can load, without which nothing but pages is pulled."""
+    driver = Driver(capabilities=[Capability.SPLIT, Capability.RETAIN])
+    known = driver.control.instances.known[D0]
+    before = known.abilities
+
+    known.learn(names=ModelNames(("alias",)))
+    named = known.abilities
+    known.set_rows("rows")
+
+    assert (before.pulls, before.splits, before.retains) == (False, False, True)
+    assert named == msgspec.structs.replace(before, names=known.info.name_keys)
+    assert known.abilities == msgspec.structs.replace(named, pulls=True, splits=True)

@@ -138,8 +138,8 @@ class CheckpointHolds:
             return {}
         tokens = len(live.journal.prompt_ids or ()) + len(live.journal.output_ids)
         if there.in_store:
-            return {InstanceId(STORE): tokens // there.page_size_tokens}
-        return {self.agents.by_node[there.node].id: tokens // there.page_size_tokens}
+            return {InstanceId(STORE): tokens // there.abilities.page_size_tokens}
+        return {self.agents.by_node[there.node].id: tokens // there.abilities.page_size_tokens}
 
     def unprotected(self, live: LiveStream, unplaced: Mapping[StreamId, str]) -> str | None:
         """Return the reason why no agent keeps or will keep pages of the stream; None if one does.
@@ -151,7 +151,7 @@ class CheckpointHolds:
             return self._why_none
         if plan is None or there is None:
             return "no instance was found for the stream yet"
-        if any(kept.values()) or (kept and (there.checkpoints or there.rows)):
+        if any(kept.values()) or (kept and (there.abilities.checkpoints or there.rows)):
             return None
         if kept:
             return f"no agent keeps KV of {plan.decode}"
@@ -164,7 +164,7 @@ class CheckpointHolds:
         on.
         """
         is_asked = self._mode is not BackupMode.OFF and known.role is not Role.PREFILL
-        has_some = known.checkpoints or bool(known.rows)
+        has_some = known.abilities.checkpoints or bool(known.rows)
         return is_asked and self._instances.is_up(known.id) and not has_some
 
     def count_unprotected(self) -> int:

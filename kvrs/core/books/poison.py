@@ -66,7 +66,7 @@ class PoisonCounter:
                 counted.append(stream)
         for stream in counted:
             stream.recovery.note_death(death)
-        roles = self._roles[member.id] = member.prefills, member.decodes
+        roles = self._roles[member.id] = member.abilities.prefills, member.abilities.decodes
         self._unblamed = [each for each in self._unblamed if now_s - each[0] < OUTAGE_S]
         if not counted and not is_external and not member.others_reported:
             self._unblamed.append((now_s, roles, frozenset(member.running)))

@@ -127,7 +127,9 @@ class Instances:
         """
         missing = missing_roles(self)
         known = self.known.values()
-        computes = any(each.computes_prompts for each in known if each.health is Health.UP)
+        computes = any(
+            each.abilities.computes_prompts for each in known if each.health is Health.UP
+        )
         return computes if self.decodes_only or missing == [Role.PREFILL] else not missing
 
     def is_reporting(self, instance: InstanceId, now_s: float, token_s: float = -inf) -> bool:
@@ -147,7 +149,7 @@ class Instances:
             for known in self.known.values()
             if known.role is not Role.PREFILL and known.was_up
         )
-        return next((known.id for known in decoding if not known.resumes_exactly), None)
+        return next((known.id for known in decoding if not known.abilities.resumes_exactly), None)
 
     def replays(self, max_tokens: int | None) -> Replays:
         """Return which instances can generate up to `max_tokens` output tokens again, by their
@@ -160,11 +162,15 @@ class Instances:
             # too.
             joins = any(known.info.joins_prefill for known in members)
             decoding = [
-                known.replays for known in members if joins or known.role is not Role.PREFILL
+                known.abilities.replays
+                for known in members
+                if joins or known.role is not Role.PREFILL
             ]
             some = Replays.SOMEWHERE if any(decoding) else Replays.NOWHERE
             self._replays = Replays.ALWAYS if decoding and all(decoding) else some
-            steps_s = [known.prefill.step_overhead_s for known in members if known.decodes]
+            steps_s = [
+                known.prefill.step_overhead_s for known in members if known.abilities.decodes
+            ]
             step_s = max(steps_s, default=0.0)
             self._replay_tokens = REPLAY_S_MAX / step_s if step_s else inf
         is_bounded = longest is not None and longest <= self._replay_tokens
@@ -308,7 +314,10 @@ def others_of_other_format(instances: Instances, known: Member) -> list[Instance
         each.id
         for each in instances.present()
         if each.health is Health.UP
-        and ((known.decodes and each.prefills) or (known.prefills and each.decodes))
+        and (
+            (known.abilities.decodes and each.abilities.prefills)
+            or (known.abilities.prefills and each.abilities.decodes)
+        )
         and not known.reads_format_of(each)
     ]
 

@@ -178,7 +178,7 @@ class Stores:
         if instance not in self._passed:
             return False
         told = share = self._passed[instance]
-        page = self._known[instance].page_size_tokens
+        page = self._known[instance].abilities.page_size_tokens
         for each in now - before:
             asked = (each.loaded_tokens + each.computed_tokens - 1) // page * page
             if asked >= _LEAST_ASKED_TOKENS:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvrs.core.model import events as ev
-from kvrs.core.model.member import LONGEST_PAUSE_S, Health, Member
+from kvrs.core.model.member import LONGEST_PAUSE_S, Abilities, Health, Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 _LOAD_PAUSE_S = 0.5
+_ABILITIES = Abilities(caches=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,7 @@ class Agent:
     beat_s: float = -inf  # Time of the last heartbeat.
     cache_bit: int = 0  # The agent's bit in the index of stored prefixes (`prefixes.py`).
     bytes_per_token: int = 0  # KV bytes per token in the agent's checkpoints; 0: not known.
-    caches: bool = True
+    abilities: Abilities = _ABILITIES
     # Failed loads of new prompts in a row, and the end of the pause after them.
     failed_loads: int = 0
     no_loads_until_s: float = -inf

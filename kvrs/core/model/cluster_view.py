@@ -99,7 +99,7 @@ class PrefillOrder:
         member.queue_s = max(member.work_s, member.reported_queue_s)
         self.changed[member.node] = None
         member.bookings += 1
-        self._prompts += member.prefills
+        self._prompts += member.abilities.prefills
 
     def unbook(self, member: Member, seconds: float, now_s: float, *, is_history: bool) -> None:
         """Note that booked work is done, or given up."""
@@ -107,7 +107,7 @@ class PrefillOrder:
         member.head_since_s = now_s
         if is_history:
             member.history_work_s = max(0.0, member.history_work_s - seconds)
-        self._prompts -= member.prefills
+        self._prompts -= member.abilities.prefills
         # Idle instances must have exactly zero: a rounding error would decide between them.
         member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
         member.history_work_s = min(member.history_work_s, member.work_s)
@@ -183,9 +183,9 @@ class ClusterView:
         assert member.id not in self.members, member.id
         self.members[member.id] = member
         self.by_node.setdefault(member.node, []).append(member)
-        if member.decodes:
+        if member.abilities.decodes:
             self._set_ranked(member, True)
-        if member.prefills:
+        if member.abilities.prefills:
             self.prefill_order.add(member)
         self.formats_differ = _differ({each.info.hand_off_format for each in self.members.values()})
         self.update(member)
@@ -235,12 +235,12 @@ class ClusterView:
     @property
     def generates(self) -> str:
         """`Member.generates` of all decode instances; empty: it is not known, or they differ."""
-        found = {member.generates for member in self.members.values() if member.decodes}
+        found = {member.generates for member in self.members.values() if member.abilities.decodes}
         return found.pop() if len(found) == 1 else ""
 
     def _compare_tokens(self) -> None:
         members = self.members.values()
-        tokens = {member.tokens for member in members if member.decodes and member.tokens}
+        tokens = {member.tokens for member in members if member.abilities.decodes and member.tokens}
         self.tokens_differ = len(tokens) > 1
         self.has_doubted = any(member.is_doubted for member in members)
 
@@ -257,11 +257,11 @@ class ClusterView:
             is_drained = member.must_drain and have_roles_of(member, others)
             if is_drained != member.is_drained:
                 member.is_drained = is_drained
-                if member.decodes:
+                if member.abilities.decodes:
                     self._set_ranked(member, not is_drained)
                 if is_drained and member.is_placed:
                     self.prefill_order.remove(member)
-                elif not is_drained and member.prefills:
+                elif not is_drained and member.abilities.prefills:
                     self.prefill_order.add(member)
                 self._update_pairs(member.node)
             if not member.must_drain:
@@ -269,15 +269,15 @@ class ClusterView:
 
     def _update_pairs(self, node: NodeId) -> None:
         there = self.by_node[node]
-        decoders = [each for each in there if each.decodes and not each.is_drained]
+        decoders = [each for each in there if each.abilities.decodes and not each.is_drained]
         self.unpaired.difference_update(there)
-        if not any(each.prefills and not each.is_drained for each in there):
+        if not any(each.abilities.prefills and not each.is_drained for each in there):
             self.unpaired.update(decoders)
         are_free = not self.formats_differ and all(
-            each.pulls or each.info.own_prefill is None for each in decoders
+            each.abilities.pulls or each.info.own_prefill is None for each in decoders
         )
         for prefill in there:
-            if prefill.prefills:
+            if prefill.abilities.prefills:
                 prefill.own_decoders = (
                     decoders
                     if are_free
@@ -310,7 +310,7 @@ class ClusterView:
             each
             for each in self.members.values()
             if not (each.is_doubted or each.is_drained or each.answers.is_ejected)
-            and (not name or name in each.names)
+            and (not name or name in each.abilities.names)
         ]
         return have_roles_of(doubted, others)
 
@@ -370,7 +370,7 @@ class ClusterView:
         """
         return (
             decode.info.own_prefill is None
-            or decode.pulls
+            or decode.abilities.pulls
             or decode.info.own_prefill in self.members
         )
 
@@ -381,7 +381,7 @@ class ClusterView:
         healthy: list[Member] = []
         possible: list[Member] = []
         for member in self.decoders:
-            if (name and name not in member.names) or (
+            if (name and name not in member.abilities.names) or (
                 member.info.own_prefill is not None and not self.has_prefill(member)
             ):
                 continue
@@ -432,7 +432,7 @@ class ClusterView:
     def queueing_delay_s(self, node: NodeId) -> float:
         """Return the queueing delay of a new stream at the node."""
         members = self.by_node.get(node, ())
-        decoders = [member.queue_s for member in members if member.decodes]
+        decoders = [member.queue_s for member in members if member.abilities.decodes]
         return min(decoders or [member.queue_s for member in members], default=0.0)
 
     def snapshot(self) -> dict[str, Any]:
@@ -505,6 +505,6 @@ def agent_of(view: ClusterView, holder: InstanceId) -> Agent | None:
 
 def have_roles_of(member: Member, others: Sequence[Member]) -> bool:
     """Return whether the other instances together have the roles of the member."""
-    return (not member.prefills or any(each.prefills for each in others)) and (
-        not member.decodes or any(each.decodes for each in others)
+    return (not member.abilities.prefills or any(each.abilities.prefills for each in others)) and (
+        not member.abilities.decodes or any(each.abilities.decodes for each in others)
     )

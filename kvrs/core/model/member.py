@@ -202,6 +202,55 @@ class AnswerHealth:
         }
 
 
+class Abilities(msgspec.Struct, frozen=True, gc=False):
+    """Abilities of an instance, by its info and its rows: the facts that every decision reads."""
+
+    prefills: bool = False
+    decodes: bool = False
+    pulls: bool = False
+    retains: bool = False
+    caches: bool = False
+    splits: bool = False
+    checkpoints: bool = False
+    replays: bool = False
+    has_fair_queue: bool = False
+    # The engine continues text, stop strings, usage and sampling by itself.
+    resumes_exactly: bool = False
+    computes_prompts: bool = False  # A decode instance that can also prefill new streams.
+    step_tokens: int = STEP_TOKENS  # Most tokens that the engine computes in one step.
+    page_bytes: int = 0
+    page_size_tokens: int = 0
+    bytes_per_token: int = 0
+    names: tuple[str, ...] = ()  # Served models, aliases and adapters.
+
+    @classmethod
+    def of(cls, info: InstanceInfo, *, has_rows: bool) -> "Abilities":
+        """`has_rows`: the instance can load rows of its node's agent or of a store."""
+        capabilities, geometry = info.capabilities, info.geometry
+        pulls = Capability.PULL_PAGES in capabilities or has_rows
+        return cls(
+            prefills=info.role is not Role.DECODE,
+            decodes=info.role is not Role.PREFILL,
+            pulls=pulls,
+            retains=Capability.RETAIN in capabilities,
+            caches=Capability.PREFIX_CACHE in capabilities,
+            splits=pulls and Capability.SPLIT in capabilities,
+            checkpoints=Capability.CHECKPOINT in capabilities,
+            replays=Capability.REPLAY in capabilities,
+            has_fair_queue=Capability.FAIR_QUEUE in capabilities,
+            resumes_exactly=Capability.EXACT_RESUME in capabilities,
+            computes_prompts=info.computes_prompts and info.role is Role.DECODE,
+            step_tokens=info.step_tokens or STEP_TOKENS,
+            page_bytes=geometry.page_bytes,
+            page_size_tokens=geometry.page_size_tokens,
+            bytes_per_token=geometry.bytes_per_token,
+            names=info.name_keys,
+        )
+
+
+NO_ABILITIES = Abilities()  # For an instance that has not been up.
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Member:
     """The record of one process of an instance, from its `InstanceUp` on, or the configuration of
@@ -275,22 +324,8 @@ class Member:
     slowness: float = 1.0
     has_own_slowness: bool = False  # The instance has reported it; else it is that of its like.
     answers: AnswerHealth = field(default_factory=AnswerHealth)
-    # The fields from `epoch` to `names` are copied from `info`, because every decision uses them.
-    epoch: int = 0
-    prefills: bool = False
-    decodes: bool = False
-    pulls: bool = False
-    retains: bool = False
-    caches: bool = False
-    splits: bool = False
-    checkpoints: bool = False
-    replays: bool = False
-    has_fair_queue: bool = False
-    step_tokens: int = STEP_TOKENS  # Most tokens that the engine computes in one step.
-    # The engine continues text, stop strings, usage and sampling by itself.
-    resumes_exactly: bool = False
-    computes_prompts: bool = False  # A decode instance that can also prefill new streams.
-    names: tuple[str, ...] = ()  # Served models, aliases and adapters.
+    epoch: int = 0  # Epoch of `info`, kept when the instance is removed.
+    abilities: Abilities = NO_ABILITIES
     # Namespace of the rows of the instance's CPU tier, which its node's agent serves (`has_tier`),
     # or of the store that its engine shares (`in_store`); empty: neither.
     rows: str = ""
@@ -299,9 +334,6 @@ class Member:
     tier_tokens: int = 0  # Tokens that the CPU tier has room for; 0: not reported.
     in_store: bool = False
     store_share: float = 1.0  # Share of the requested KV that the store had, over recoveries.
-    page_bytes: int = 0
-    page_size_tokens: int = 0
-    bytes_per_token: int = 0
     full_prefill: PrefillTable = field(init=False)  # The prefill table with all ranks.
     prefill: PrefillTable = field(init=False)  # The prefill table with the present ranks.
     # The prefill table before it is scaled by what the proxy observes (`books/prefill_scale.py`): a
@@ -353,24 +385,8 @@ class Member:
 
     def set_info(self, info: InstanceInfo) -> None:
         """Replace the info that the process reports about itself."""
-        capabilities, geometry = info.capabilities, info.geometry
         self.info, self.epoch = info, info.epoch
-        self.prefills = info.role is not Role.DECODE
-        self.decodes = info.role is not Role.PREFILL
-        self.pulls = Capability.PULL_PAGES in capabilities or bool(self.rows)
-        self.retains = Capability.RETAIN in capabilities
-        self.caches = Capability.PREFIX_CACHE in capabilities
-        self.splits = self.pulls and Capability.SPLIT in capabilities
-        self.checkpoints = Capability.CHECKPOINT in capabilities
-        self.replays = Capability.REPLAY in capabilities
-        self.step_tokens = info.step_tokens or STEP_TOKENS
-        self.has_fair_queue = Capability.FAIR_QUEUE in capabilities
-        self.resumes_exactly = Capability.EXACT_RESUME in capabilities
-        self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
-        self.names = info.name_keys
-        self.page_bytes = geometry.page_bytes
-        self.page_size_tokens = geometry.page_size_tokens
-        self.bytes_per_token = geometry.bytes_per_token
+        self.abilities = Abilities.of(info, has_rows=bool(self.rows))
 
     def learn(self, **changes: Any) -> None:
         """Replace fields of the info that the process has reported."""
@@ -475,7 +491,7 @@ class Member:
         Of the first of the booked work, the time since its begin is done. A fair queue lets a
         history wait for a share of the new prompts.
         """
-        share = SHARE_OF_NEW if self.has_fair_queue else 1.0
+        share = SHARE_OF_NEW if self.abilities.has_fair_queue else 1.0
         booked_s = self.history_work_s - besides_s + share * (self.work_s - self.history_work_s)
         if self.bookings:
             booked_s -= min(max(0.0, now_s - self.head_since_s), self.work_s / self.bookings)
@@ -547,7 +563,9 @@ class Member:
         """
         if self.info.own_prefill == prefill.id:
             return True
-        return (self.pulls or self.info.own_prefill is None) and self.reads_format_of(prefill)
+        return (self.abilities.pulls or self.info.own_prefill is None) and self.reads_format_of(
+            prefill
+        )
 
     def reads_format_of(self, prefill: "Member") -> bool:
         """Return whether the hand-off formats are compatible, as far as known; two formats of one

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Abilities, Member
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import (
     BYTES_PER_HASH,
@@ -116,7 +116,7 @@ class CacheHolder(Protocol):
     id: InstanceId
     epoch: int
     cache_bit: int
-    caches: bool
+    abilities: Abilities
 
 
 H = TypeVar("H", bound=CacheHolder)
@@ -127,7 +127,7 @@ def room_tokens(member: Member) -> int:
     if (load := member.load) is None:
         return 0
     # A CPU tier has a copy of the pages too, so the two are not added.
-    return max(load.free_pages * member.page_size_tokens, member.tier_tokens)
+    return max(load.free_pages * member.abilities.page_size_tokens, member.tier_tokens)
 
 
 class PrefixIndex(Generic[H]):
@@ -157,7 +157,7 @@ class PrefixIndex(Generic[H]):
 
     def up(self, member: H, *, keeps: bool) -> None:
         """Add a new process. `keeps`: it has taken over the memory of the previous process."""
-        if not member.caches:
+        if not member.abilities.caches:
             return
         self.caching.add(member.id)
         cache = self._asleep.pop(member.id, None)
@@ -232,7 +232,7 @@ class PrefixIndex(Generic[H]):
 
     def send(self, member: H, prefix: Prefix, prompt_tokens: int) -> None:
         """Note that this proxy sends a prompt to the instance, and share it with other proxies."""
-        if prefix.hashes and member.caches:
+        if prefix.hashes and member.abilities.caches:
             self.note(member, prefix, prompt_tokens)
             self._sent.append((member, prefix, prompt_tokens))
 
@@ -258,7 +258,7 @@ class PrefixIndex(Generic[H]):
 
     def note(self, member: H, prefix: Prefix, prompt_tokens: int) -> None:
         """Add the prompt's blocks to the instance's presumed cache."""
-        if not member.caches or not prefix.hashes:
+        if not member.abilities.caches or not prefix.hashes:
             return
         cache, masks = self._cache_of(member), self._masks
         self._measure(cache, member, prompt_tokens * BLOCK_BYTES / prefix.size_bytes)

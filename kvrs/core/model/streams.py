@@ -468,7 +468,7 @@ class Stream:
         processor that repeats known tokens, or its self-test is equal to that of the instance that
         generated them.
         """
-        if member.replays:
+        if member.abilities.replays:
             return True
         if not self.is_repeatable:
             return False
@@ -479,7 +479,7 @@ class Stream:
 
     def is_served_at(self, member: Member) -> bool:
         """Return whether the instance serves the stream's model, alias or adapter."""
-        return not self.name or self.name in member.names
+        return not self.name or self.name in member.abilities.names
 
     def exclude(self, member: Member) -> None:
         self.excluded_epochs |= {(member.id, member.epoch)}

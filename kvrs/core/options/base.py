@@ -93,7 +93,7 @@ def usable_pages(stream: Stream, target: Member) -> int:
     """Return the number of pages worth fetching: the last position of a history is always
     computed, for its logits.
     """
-    return (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
+    return (stream.prompt_tokens + stream.produced_tokens - 1) // target.abilities.page_size_tokens
 
 
 def lookahead_s(stream: Stream, target: Member) -> float:
@@ -119,7 +119,7 @@ def handshake_term(case: Case) -> Term:
 def transfer(case: Case, source: InstanceId, pages: int) -> tuple[float, str]:
     """Return the transfer time of the pages, and its calculation as text."""
     page_s = next(each.page_s for each in case.sources if each.id == source)
-    page_bytes = case.target.page_bytes
+    page_bytes = case.target.abilities.page_bytes
     what = f"{pages:,} pages of the {source}"
     return pages * page_s, division(what, pages * page_bytes, page_bytes / page_s)
 
@@ -138,7 +138,7 @@ def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 
 def tail(case: Case, prefix_pages: int) -> str:
-    prefix = prefix_pages * case.target.page_size_tokens
+    prefix = prefix_pages * case.target.abilities.page_size_tokens
     return f"{case.history_tokens - prefix:,} tokens behind {prefix:,}"
 
 

@@ -78,7 +78,7 @@ def _cached(case: Case, holder: Holder) -> Estimate:
         there,
         target,
         case.history_tokens,
-        _held_pages(case, holder) * there.page_size_tokens,
+        _held_pages(case, holder) * there.abilities.page_size_tokens,
         bytes_per_s=link.bytes_per_s,
         queue_s=there.ahead_s,
         target_queue_s=target.ahead_s,
@@ -89,7 +89,7 @@ def _cached(case: Case, holder: Holder) -> Estimate:
 
 
 def _held_pages(case: Case, holder: Holder) -> int:
-    return min(holder.pages, (case.history_tokens - 1) // holder.member.page_size_tokens)
+    return min(holder.pages, (case.history_tokens - 1) // holder.member.abilities.page_size_tokens)
 
 
 def estimate_cached(
@@ -143,7 +143,7 @@ def cached_at(stream: Stream, target: Member) -> list[Holder]:
         member = holder.member
         if (
             holder.pages
-            and not (target.pulls and member.retains)
+            and not (target.abilities.pulls and member.abilities.retains)
             and has_cached(stream, member)
             and stream.is_served_at(member)
             and member is not target
@@ -159,9 +159,9 @@ def cached_at(stream: Stream, target: Member) -> list[Holder]:
 def has_cached(stream: Stream, prefill: Member) -> bool:
     """Return whether computing the history at `prefill` counts as migrate, not as recompute."""
     return (
-        prefill.caches
+        prefill.abilities.caches
         and prefill.moves_kv
-        and prefill.prefills
+        and prefill.abilities.prefills
         and prefill.id in stream.holders
         and not stream.bars(prefill)
     )
@@ -185,7 +185,7 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
         target,
         case.history_tokens,
         case.history_s,
-        pages * target.page_size_tokens,
+        pages * target.abilities.page_size_tokens,
         transfer_s,
         target.ahead_s + wait_s,
         source.id,
@@ -258,7 +258,7 @@ def extension(
             best = other
     if best is None:
         return None, pages, 0.0
-    size, table = case.target.page_size_tokens, case.target.prefill
+    size, table = case.target.abilities.page_size_tokens, case.target.prefill
     promised, history = max(best.pages, pages + 1), case.history_tokens
     wait_s = max(0.0, best.drain_s - elapsed_s) + HANDSHAKE_S
     saved_s = table.extra(pages * size, history - pages * size) - table.extra(
@@ -356,7 +356,7 @@ def estimate_reuse(case: Case, estimates: list[Estimate]) -> None:
             target,
             case.history_tokens,
             case.history_s,
-            pages * target.page_size_tokens,
+            pages * target.abilities.page_size_tokens,
             transfer_s=more_s,
             queue_s=target.ahead_s + wait_s,
             second=second,

@@ -46,7 +46,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     is_handed_off = computes_nothing or (prefill.moves_kv and target.moves_kv)
     if view.formats_differ:
         is_handed_off = is_handed_off and target.takes_from(prefill)
-    fetches = target.pulls and prefill.retains
+    fetches = target.abilities.pulls and prefill.abilities.retains
     is_migration = not (fetches or info.joins_prefill) and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
         table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
@@ -118,14 +118,14 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
             and not own.answers.is_ejected
         ):
             return own
-        if not target.pulls:
+        if not target.abilities.pulls:
             return target
     best: Member | None = None
     # The loop of `least_work` for one node, inlined: calls dominate the time of a decision.
     is_free = not (stream.recovery.avoided or stream.name or stream.excluded_epochs)
     for member in view.by_node.get(target.node, ()):
         if (
-            member.prefills
+            member.abilities.prefills
             and not member.is_drained
             and (best is None or member.ahead_s < best.ahead_s)
             and (

@@ -73,7 +73,7 @@ def _prompt_of(case: Case) -> Case:
 
 def _chance(case: Case) -> float:
     """Return the probability that the target generates other tokens than the known ones."""
-    if case.target.replays:
+    if case.target.abilities.replays:
         return 0.0
     return case.state.differences.chance(case.stream.produced_tokens)
 

@@ -22,9 +22,9 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     The front does not wait for the transfers already on the link.
     """
     fetch, source, target = case.best_fetch, case.best_source, case.target
-    if fetch is None or source is None or not target.splits:
+    if fetch is None or source is None or not target.abilities.splits:
         return
-    pages, page_s, size = source.pages, source.page_s, target.page_size_tokens
+    pages, page_s, size = source.pages, source.page_s, target.abilities.page_size_tokens
     drain_s = source.drain_s - case.slot_wait_s
     if drain_s < 0:
         drain_s = 0.0
@@ -60,7 +60,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
 def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     source, first_page = estimate.source, estimate.first_page
     assert source is not None, estimate
-    front_s = case.target.prefill.seconds_for(first_page * case.target.page_size_tokens)
+    front_s = case.target.prefill.seconds_for(first_page * case.target.abilities.page_size_tokens)
     tail_s = estimate.compute_s - front_s
     prefix = has = case.pages_of(source)
     _, how = transfer(case, source, has - first_page)

@@ -131,10 +131,10 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
             extrapolated = not table.covers(history_tokens)
         sources, wanted, held, slot_wait_s = _NO_SOURCES, 0, 0, 0.0
         if stream.holders or stream.checkpoints:
-            wanted = (history_tokens - 1) // target.page_size_tokens
+            wanted = (history_tokens - 1) // target.abilities.page_size_tokens
             if (own := stream.holders.get(target.id)) is not None:
                 held = min(own.pages, wanted)
-            if wanted and target.pulls:
+            if wanted and target.abilities.pulls:
                 sources = sources_of(state, stream, target, wanted)
                 # `is_used` saves the call: calls dominate the time of a decision.
                 if sources and state.slots.is_used:
@@ -157,7 +157,7 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
                 slot_wait_s,
                 step_s,
                 next_s,
-                len(target.answers.awaited) if target.pulls and not target.rows else 0,
+                len(target.answers.awaited) if target.abilities.pulls and not target.rows else 0,
             )
         )
     return cases
@@ -169,14 +169,14 @@ def sources_of(state: State, stream: Stream, target: Member, wanted: int) -> lis
     """
     view, sources = state.view, list[KvSource]()
     at_holder = state.settings.policy.restored_at is RestoredAt.HOLDER
-    geometry, node, page_bytes = target.info.geometry, target.node, target.page_bytes
+    geometry, node, page_bytes = target.info.geometry, target.node, target.abilities.page_bytes
     for holder in stream.holders.values() if target.moves_kv else ():
         member = holder.member
         theirs = member.info.geometry
         if (
             member is target
             or not holder.pages
-            or not member.retains
+            or not member.abilities.retains
             or not member.moves_kv
             or (theirs is not geometry and theirs != geometry)
         ):

@@ -42,7 +42,7 @@ class Rom(Rule):
             estimates.append(rom_migrate(target, tokens, rate, source, by_prefill))
 
         prefill = prefill_for(view, target, stream)
-        if target.pulls:
+        if target.abilities.pulls:
             sources = sources_of(state, stream, target, usable_pages(stream, target))
             if kept := [source for source in sources if not source.is_agent and source.pages]:
                 nearest = min(kept, key=lambda each: each.drain_s + each.pages * each.page_s)
@@ -52,7 +52,9 @@ class Rom(Rule):
         if target.info.joins_prefill:
             if prefill is target:
                 return estimates
-        elif has_cached(stream, prefill) and not (target.pulls and prefill.retains):
+        elif has_cached(stream, prefill) and not (
+            target.abilities.pulls and prefill.abilities.retains
+        ):
             prefill = target
         estimates.append(rom_recompute(prefill, target, tokens))
         return estimates
@@ -63,7 +65,7 @@ class Rom(Rule):
             yield Term("prefill", estimate.compute_s, f"{tokens:,} tokens")
             return
         assert estimate.source is not None, estimate
-        size_bytes = tokens * target.bytes_per_token
+        size_bytes = tokens * target.abilities.bytes_per_token
         source = case.state.view.members[estimate.source]
         rate = case.state.view.bytes_per_s(source.node, target.node)
         yield Term(
@@ -79,7 +81,7 @@ def rom_migrate(
     by_prefill: bool = False,
 ) -> Estimate:
     """`MIGRATE_COST` of seed KVRS: KV bytes of the prompt over the bandwidth."""
-    transfer_s = prompt_tokens * (target.bytes_per_token / bytes_per_s)
+    transfer_s = prompt_tokens * (target.abilities.bytes_per_token / bytes_per_s)
     return Estimate(
         _MIGRATE,
         target.id,

@@ -32,7 +32,7 @@ class ClusterLoad(msgspec.Struct, frozen=True):
 
 def cluster_load(instances: Instances) -> ClusterLoad:
     loads = [(each, each.load) for each in instances.present() if each.load is not None]
-    pages = [(load.free_pages, load.total_pages) for each, load in loads if each.decodes]
+    pages = [(load.free_pages, load.total_pages) for each, load in loads if each.abilities.decodes]
     total = sum(its for _, its in pages)
     return ClusterLoad(
         sum(load.queued for _, load in loads),

@@ -178,7 +178,7 @@ def decode_call(
     a processor for that. The call never contains a peer's host and port. `ids_text`: the prompt's
     ids in JSON, if known.
     """
-    exact, replays = member.resumes_exactly, plan.replays
+    exact, replays = member.abilities.resumes_exactly, plan.replays
     load = plan.load if plan.prefill is None else None
     call = _call(
         journal,
@@ -201,7 +201,7 @@ def decode_call(
         fields["seed"] = journal.seed
     if transfer is not None:
         fields["kv_transfer_params"] = transfer
-    if replays and member.replays:
+    if replays and member.abilities.replays:
         fields["vllm_xargs"] = {REPLAY_KEY: journal.output_ids[:]}
     elif not replays and (journal.output_ids or journal.is_rendered) and not exact:
         _count_from_here(journal, fields)
@@ -221,7 +221,7 @@ def _call(
     traceparent: str | None,
     ids_text: msgspec.Raw | None = None,
 ) -> Call:
-    exact, replays = member.resumes_exactly, plan.replays
+    exact, replays = member.abilities.resumes_exactly, plan.replays
     endpoint = journal.parsed.endpoint
     history = journal.prompt_ids  # The prompt alone, since no output token exists yet.
     if history is not None and (journal.output_ids or not isinstance(history, array)):
@@ -257,7 +257,7 @@ def _call(
         sources=sources,
         slot_token=slot_token,
     )
-    if plan.places and member.checkpoints:
+    if plan.places and member.abilities.checkpoints:
         params.checkpoints = [
             CheckpointTarget(place.holder, place.reserved_bytes) for place in plan.places
         ]

@@ -732,7 +732,7 @@ class AttemptCalls:
         self._give_end(continuation)
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
-        exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
+        exact = self._instances.known[self._attempt.plan.decode].abilities.resumes_exactly
         self._new_relay(continuation, exact).end_alone()
         self.completed()
 
@@ -742,7 +742,7 @@ class AttemptCalls:
         `proxy.inexact: refuse` forbids it.
         """
         journal, tokenizer = self._live.journal, self._driver.tokenizer
-        resumes_exactly = self._instances.known[self._attempt.plan.decode].resumes_exactly
+        resumes_exactly = self._instances.known[self._attempt.plan.decode].abilities.resumes_exactly
         fits = resumes_exactly and journal.text_sent is None
         only_the_end = tokenizer.available and journal.remaining_tokens == 0
         is_begun = bool(journal.output_ids) or journal.is_rendered
@@ -812,7 +812,7 @@ class AttemptCalls:
             await self._turn()
             if live.journal.output_ids:
                 self._avoid_store()
-        exact = self._instances.known[plan.decode].resumes_exactly
+        exact = self._instances.known[plan.decode].abilities.resumes_exactly
         relay = self._relay = self._new_reader(continuation, exact)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
@@ -990,7 +990,9 @@ class AttemptCalls:
             share = None if held is None else held.share
             call.keeper = self._driver.detached.keeper(plan.decode, share)
         if self._asks_store and self._hand_off is None and self._attempt.number > 1:
-            call.rows = store_load(self._live.journal, self._attempt.number, known.page_size_tokens)
+            call.rows = store_load(
+                self._live.journal, self._attempt.number, known.abilities.page_size_tokens
+            )
         call.hand_off, self._rows = self._hand_off, call.rows
         if call.rows is not None and call.rows.agents and plan.runs:
             agent = self._driver.control.agents.known.get(plan.runs[0].holder)

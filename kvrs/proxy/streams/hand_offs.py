@@ -140,7 +140,7 @@ class GivenUpHandOffs:
         able = [
             each
             for each in self._instances.present()
-            if each.decodes
+            if each.abilities.decodes
             and each.health is Health.UP
             and each.takes_from(source)
             and not each.answers.is_busy(now_s)

@@ -160,7 +160,11 @@ class KnownStreams:
         """Return the backend of a prefill instance that joins the instance's decode calls."""
         known = self._control.instances.known
         for other in known.values():
-            if other.prefills and other.health is Health.UP and known[instance].takes_from(other):
+            if (
+                other.abilities.prefills
+                and other.health is Health.UP
+                and known[instance].takes_from(other)
+            ):
                 return self.backend(other.id)
         raise UpstreamError("no prefill instance is up beside it")
 

@@ -286,7 +286,7 @@ class SelfTester:
         journal = self._streams.journal(target, seed=None, tokens=CUT + 1)
         try:
             pulls = Capability.PULL_PAGES in self._streams.info(target).capabilities
-            if pulls and self._control.instances.known[holder].retains:
+            if pulls and self._control.instances.known[holder].abilities.retains:
                 await self._migrate(holder, target, journal)
             elif joins:
                 await self._streams.stream(target, journal, beside=holder)
@@ -315,7 +315,7 @@ class SelfTester:
         await self._streams.stream(target, journal, transfer=transfer)
 
     async def _release(self, holder: InstanceId, journal: Journal) -> None:
-        if self._control.instances.known[holder].retains:
+        if self._control.instances.known[holder].abilities.retains:
             update = LeaseUpdate(1.0, release=[journal.stream])
             await self._streams.backend(holder).leases(update)
 

@@ -35,7 +35,7 @@ def test_every_name_that_the_configuration_allows_is_a_policy() -> None:
 
 def test_1_21_gb_take_387_ms_at_25_gbit_s() -> None:
     """Seed KVRS: the inter-node cost of a 1.21 GB cache (1,477 tokens of OPT-13B) at 25 Gbit/s."""
-    tokens = round(1.21e9 / OPT_13B.bytes_per_token)
+    tokens = round(1.21e9 / OPT_13B.abilities.bytes_per_token)
 
     estimate = rom_migrate(OPT_13B, prompt_tokens=tokens, bytes_per_s=25 * GBIT_S)
 
@@ -202,7 +202,7 @@ def test_weighing_a_link_makes_no_record_of_it() -> None:
 
     (source,) = sources_of(state, stream, target, 3)
 
-    assert source.page_s == pytest.approx(target.page_bytes / 1e9)
+    assert source.page_s == pytest.approx(target.abilities.page_bytes / 1e9)
     assert not state.view.links
 
 
