@@ -126,11 +126,11 @@ def auto_pick(prefill: Member, target: Member, cell: Cell) -> Option:
         target.abilities.bytes_per_token,
     )
     transfer_s = handshake_s + cell.prompt_tokens * size_bytes / bytes_per_s
-    history_s = target.prefill.seconds_for(history)
+    history_s = target.times.table.seconds_for(history)
     migrate = estimate_fetch(
         Option.MIGRATE, target, history, history_s, cell.prompt_tokens, transfer_s
     )
-    table = prefill.prefill
+    table = prefill.times.table
     compute_s, extrapolated = table.seconds_for(history), not table.covers(history)
     recompute = estimate_handed_off(
         prefill, target, history, compute_s, extrapolated, handshake_s=handshake_s, bytes_per_s=inf

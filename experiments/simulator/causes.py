@@ -115,9 +115,9 @@ class Situation:
             {ends: round(link.in_flight_bytes / scale) for ends, link in links.items()},
             {place: member.queue_s for place, member in self.members.items()},
             {place: member.ahead_s for place, member in self.members.items()},
-            {place: member.step_s for place, member in self.members.items()},
+            {place: member.times.step_s for place, member in self.members.items()},
             {place: member.streams for place, member in self.members.items()},
-            {place: member.prefill for place, member in self.members.items()},
+            {place: member.times.table for place, member in self.members.items()},
             pages | stored,
             {place: member.moves_kv for place, member in self.members.items()},
             {place: member.restores for place, member in self.members.items()},
@@ -171,7 +171,7 @@ class Situation:
     def with_members(self, **changes: Mapping[str, Any]) -> Iterator[None]:
         with _set(
             [
-                (each, what, values[place])
+                (each.times if what in _TIMES else each, what, values[place])
                 for what, values in changes.items()
                 for place, each in self.members.items()
                 if place in values
@@ -219,13 +219,14 @@ class Situation:
             yield
 
 
+_TIMES = ("step_s", "table")  # Of a member's times; the others are its own.
 _REPLACED: Mapping[str, Callable[[Situation, Inputs], Any]] = {
     "history": Situation.with_history,
     "rates of links": lambda at, other: at.with_links("bytes_per_s", other.rates),
     "bytes in flight": lambda at, other: at.with_links("in_flight_bytes", other.traffic),
     "queues": lambda at, other: at.with_members(queue_s=other.queues, ahead_s=other.waits),
     "steps": lambda at, other: at.with_members(step_s=other.steps, streams=other.streams),
-    "prefill tables": lambda at, other: at.with_members(prefill=other.tables),
+    "prefill tables": lambda at, other: at.with_members(table=other.tables),
     "pages held": Situation.with_pages,
     "self-tests": Situation.with_self_tests,
     "options tried": Situation.with_removed,

@@ -76,7 +76,7 @@ def reported(state: State, event: ev.LoadReported, now_s: float) -> None:
     if changes_ranks(member, report, now_s):
         _re_form(state, member, event, now_s)
     member.told = report
-    if member.note_steps(report):
+    if member.times.note_steps(report):
         state.view.share_slowness(member)
     if not member.abilities.decodes:
         state.view.prefill_order.note_prompts(member, report.queued + report.running)
@@ -250,7 +250,7 @@ def _can_leave(state: State, stream: Stream, member: Member, produced_tokens: in
     if not stream.must_replay:
         return True
     stream.generates = member.generates or stream.generates
-    step_s = member.prefill.step_overhead_s if stream.token_s is None else stream.token_s
+    step_s = member.times.table.step_overhead_s if stream.token_s is None else stream.token_s
     if max(stream.produced_tokens, produced_tokens) * step_s > REPLAY_S_MAX:
         return False
     others = (each for each in state.view.targets(stream.name) if each is not member)

@@ -55,7 +55,7 @@ def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_
         _put_hand_off(state, stream, runs_on, decode)
     view.count_stream(decode, 1)
     _enter(state, stream, Stage.DECODE if runs_on is decode else Stage.PREFILL, runs_on)
-    if runs_on.observed is not None:
+    if runs_on.times.observed is not None:
         state.prefill_scale.began(runs_on, stream.id, now_s, is_whole=is_start)
     if runs_on is not decode and is_one_call(decode, runs_on.id):
         # The single call of both stages, or one of two calls, goes to decode, and is lost with it.
@@ -66,7 +66,7 @@ def _added_s(stream: Stream, runs_on: Member, chosen: Estimate) -> float:
     """Return how much longer the instance computes because of an attempt: its work shares steps
     with the other work there, so it adds the part of a step's overhead that its tokens fill.
     """
-    overhead_s, tokens = runs_on.prefill.step_overhead_s, 0
+    overhead_s, tokens = runs_on.times.table.step_overhead_s, 0
     if chosen.option in _WHOLE:
         tokens = stream.history_tokens - chosen.cached_tokens
     elsewhere = 1.0 - min(1.0, tokens / runs_on.abilities.step_tokens)
@@ -120,7 +120,7 @@ def prefilled(
     """Note that the instance has the KV of the attempt's history, and learn from it."""
     tokens, reused = event.history_tokens, event.reused_tokens
     note_found(state, stream, member, event, now_s)
-    if member.observed is not None and state.prefill_scale.done(
+    if member.times.observed is not None and state.prefill_scale.done(
         member, stream.id, tokens, now_s, reused or 0
     ):
         for each in state.view.members.values():
@@ -297,7 +297,7 @@ def await_whole(state: State, stream: Stream) -> None:
     attempt = stream.attempt
     if attempt.runs_on is not None:
         attempt.runs_on.answers.await_whole(stream.id)
-        if attempt.runs_on.observed is not None:
+        if attempt.runs_on.times.observed is not None:
             state.prefill_scale.left(attempt.runs_on, stream.id, state.view.now_s)
     attempt.decision = None
 
@@ -317,7 +317,7 @@ def _leave(state: State, stream: Stream) -> None:
         if member is None:
             continue
         member.running.discard(stream.id)
-        if member.observed is not None:
+        if member.times.observed is not None:
             state.prefill_scale.left(member, stream.id, state.view.now_s)
         answers = member.answers
         if not attempt.resumed and (answers.owes(stream.id) or answers.probe == stream.id):

@@ -249,7 +249,7 @@ def start(
         decode = starts_at(state.view, stream, prefill, planned, state.settings.policy)
     # A text's length is a guess; a longer prompt than the model takes is refused at once.
     tokens = min(stream.prompt_tokens, prefill.info.max_model_len or stream.prompt_tokens)
-    table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
+    table, queue_s, transfer_s = prefill.times.table, prefill.queue_s, 0.0
     compute_s, is_covered = table.seconds_for(tokens), table.covers(tokens)
     cached = min(stream.cached.get(prefill.id, 0), tokens - 1) if stream.cached else 0
     if cached:
@@ -271,7 +271,7 @@ def start(
         cached_tokens=cached,
     )
     # The part of the predicted times that is certain enough to refuse a new request by.
-    is_known = not prefill.has_guess or stream.attempt.number > 0
+    is_known = not prefill.times.has_guess or stream.attempt.number > 0
     sure = 1.0 if is_known else state.prefill_scale.least_share
     most_s = budget_of(state, stream, now_s) if state.settings.slo.abort else None
     in_time = most_s is None or sure * total_s <= most_s

@@ -82,9 +82,9 @@ def with_prefix(
         for member in members:
             if member.queue_s >= best_key[1] and not best_key[0]:
                 break
-            if id(member.prefill) in tables or not allows(member):
+            if id(member.times.table) in tables or not allows(member):
                 continue
-            tables.add(id(member.prefill))
+            tables.add(id(member.times.table))
             key = costs.of(member, tokens)
             if key < best_key:
                 best, best_key, best_tokens = member, key, tokens
@@ -188,7 +188,7 @@ def _with_load(
     )
     if stored is None or stored.tokens < own or not can_load:
         return own, None
-    more, table = stored.tokens - own, member.prefill
+    more, table = stored.tokens - own, member.times.table
     load_s, agent = min(
         ((_load_s(view, agent, member, more), agent) for agent in stored.agents),
         key=itemgetter(0),
@@ -222,7 +222,7 @@ def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:
     if agent is None:
         return 0.0  # The node's agent is not up.
     load_s = _load_s(view, agent, member, tokens)
-    return share * (1 - load_s / member.prefill.seconds_for(tokens))
+    return share * (1 - load_s / member.times.table.seconds_for(tokens))
 
 
 def _among_placed(view: ClusterView, mask: int) -> Iterator[Member]:
@@ -243,7 +243,7 @@ class _Costs:
 
     def of(self, member: Member, cached: int) -> tuple[bool, float]:
         """Return whether the instance breaks a limit, and the weighted cost in seconds."""
-        table, tokens, queue_s = member.prefill, self._tokens, member.queue_s
+        table, tokens, queue_s = member.times.table, self._tokens, member.queue_s
         compute_s = self._seconds.get((id(table), cached))
         if compute_s is None:
             compute_s = table.seconds_for(tokens)

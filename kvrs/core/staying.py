@@ -46,7 +46,7 @@ def reforming(
     home.reforming = now = PredictedReforming(report, ready_s, event.token_s, queue_s)
     state.view.update(home)
     state.view.prefill_order.note_queue(home, queue_s + report.ready_in_s)
-    home.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
+    home.times.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
     for stream_id, pages in report.missing_pages.items():
         if pages:
             kv_locations.forget(state, stream_id, home.id)
@@ -67,7 +67,7 @@ def reforming(
 
 def reformed(state: State, home: Member, event: ev.LoadReported, now_s: float) -> None:
     """Handle an instance whose re-forming has ended; deadlines of staying streams remain set."""
-    home.set_pace(*factors_of(event.report), event.token_s)
+    home.times.set_pace(*factors_of(event.report), event.token_s)
     if home.reforming is not None:
         state.view.prefill_order.note_queue(home, home.reforming.queue_s)
         home.reforming = None

@@ -187,11 +187,11 @@ class _Event:
         here_s = estimate.at_target_s
         if estimate.option is Option.SPLIT:
             front = estimate.first_page * target.abilities.page_size_tokens
-            table = target.prefill
+            table = target.times.table
             front_s = min(here_s, max(0.0, table.seconds_for(front) - table.step_overhead_s))
             self._at(target, Work(front, front_s))
             here_s -= front_s
-        last = _computed(target, stream, here_s + target.prefill.step_overhead_s)
+        last = _computed(target, stream, here_s + target.times.table.step_overhead_s)
         holder = estimate.source or estimate.second
         if holder is None or estimate.transfer_s <= 0:
             return None, last
@@ -205,8 +205,8 @@ class _Event:
         if steps is None:
             streams = member.streams - self._streams.get(member.id, 0)
             steps = self._steps[member.id] = Steps(
-                member.step_s if member.abilities.decodes and streams > 0 else 0.0,
-                member.prefill.step_overhead_s,
+                member.times.step_s if member.abilities.decodes and streams > 0 else 0.0,
+                member.times.table.step_overhead_s,
                 member.abilities.step_tokens,
                 member.wait_of_history_s(self._begun_s, self._booked_s.get(member.id, 0.0)),
             )
@@ -222,7 +222,7 @@ class _Event:
 
 def _computed(member: Member, stream: Stream, compute_s: float) -> Work:
     """Return about as many tokens of the history as the instance computes in this time."""
-    table, history = member.prefill, stream.history_tokens
+    table, history = member.times.table, stream.history_tokens
     seconds = max(0.0, compute_s - table.step_overhead_s)
     whole_s = table.seconds_for(history) - table.step_overhead_s
     share = min(1.0, seconds / whole_s) if whole_s > 0 else 1.0

@@ -146,11 +146,11 @@ def test_a_table_is_scaled_by_the_times_of_steps() -> None:
     there = harness.policy.members[InstanceId("d0")]
 
     harness.handle(load("d0", slowness=2.0))
-    before = there.prefill.seconds_for(200)
-    there.set_pace(1.0, 3.0, 0.0)
+    before = there.times.table.seconds_for(200)
+    there.times.set_pace(1.0, 3.0, 0.0)
 
-    assert (before, there.prefill.seconds_for(200)) == pytest.approx((0.4, 1.2))
-    assert there.full_prefill == TABLE
+    assert (before, there.times.table.seconds_for(200)) == pytest.approx((0.4, 1.2))
+    assert there.times.full_table == TABLE
 
 
 def test_a_table_is_made_anew_only_if_the_times_of_steps_moved() -> None:
@@ -158,12 +158,12 @@ def test_a_table_is_made_anew_only_if_the_times_of_steps_moved() -> None:
     harness = PolicyHarness("d0")
     there = harness.policy.members[InstanceId("d0")]
     harness.handle(load("d0", slowness=2.0))
-    made = there.prefill
+    made = there.times.table
 
     harness.handle(load("d0", 0.5, slowness=2.1))
 
-    assert there.prefill is made
-    assert there.slowness == 2.0
+    assert there.times.table is made
+    assert there.times.slowness == 2.0
 
 
 @pytest.mark.parametrize("table", [{"label": "another"}, {"is_guess": True}])
@@ -177,7 +177,7 @@ def test_the_slowness_of_a_declared_table_scales_no_other_one(table: dict[str, A
 
     harness.handle(load("d0", slowness=2.0))
 
-    assert there.prefill.seconds_for(200) == TABLE.seconds_for(200)
+    assert there.times.table.seconds_for(200) == TABLE.seconds_for(200)
     assert not changes(harness, steps(0.0, 4.0))
 
 
@@ -188,10 +188,10 @@ def test_a_decode_step_takes_what_is_reported() -> None:
     harness.handle(instance_up("d0", prefill=table))
     there = harness.policy.members[InstanceId("d0")]
 
-    known = [there.step_s]
+    known = [there.times.step_s]
     for reported in (steps(0.0, 3.0), steps(0.05)):
         harness.handle(ev.LoadReported(there.id, reported))
-        known.append(there.step_s)
+        known.append(there.times.step_s)
 
     assert known == pytest.approx([0.01, 0.03, 0.05])
 
@@ -207,8 +207,8 @@ def test_an_older_instance_reports_no_times_of_steps() -> None:
 
     harness.handle(ev.LoadReported(InstanceId("d0"), found))
 
-    assert (found.step_s, found.slowness, there.slowness) == (0.0, None, 1.0)
-    assert there.prefill is there.full_prefill
+    assert (found.step_s, found.slowness, there.times.slowness) == (0.0, None, 1.0)
+    assert there.times.table is there.times.full_table
 
 
 def test_an_instance_that_has_computed_no_prompt_is_as_slow_as_its_like() -> None:
@@ -219,11 +219,15 @@ def test_an_instance_that_has_computed_no_prompt_is_as_slow_as_its_like() -> Non
     harness.handle(load("p0", slowness=2.0))
     members = harness.policy.members
 
-    assert [members[InstanceId(name)].slowness for name in ("p0", "d0", "d1")] == [2.0, 2.0, 2.0]
+    assert [members[InstanceId(name)].times.slowness for name in ("p0", "d0", "d1")] == [
+        2.0,
+        2.0,
+        2.0,
+    ]
 
     harness.handle(load("d0", slowness=1.0))
     harness.handle(load("p0", slowness=3.0))
     harness.handle(instance_up("d3", prefill=None))
 
-    found = {name: members[InstanceId(name)].slowness for name in ("p0", "d0", "d1", "d3")}
+    found = {name: members[InstanceId(name)].times.slowness for name in ("p0", "d0", "d1", "d3")}
     assert found == {"p0": 3.0, "d0": 1.0, "d1": 2.0, "d3": 2.0}

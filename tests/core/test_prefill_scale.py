@@ -151,18 +151,18 @@ def test_what_the_proxy_sees_corrects_the_predictions_of_all_instances() -> None
     for name in ("p0", "d0", "d1"):
         policy.handle(instance_up(name, prefill=GUESS))
     members = policy.policy.members
-    assert all(each.prefill.is_guess for each in members.values())
+    assert all(each.times.table.is_guess for each in members.values())
 
     for number in range(ENOUGH_PREFILLS):
         decoded(policy, f"s{number}", 10.0 * number, 0.25)
 
-    assert [members[InstanceId(name)].prefill.seconds_for(990) for name in ("p0", "d0", "d1")] == (
-        pytest.approx([0.25, 0.25, 0.25])
-    )
-    assert not any(each.prefill.is_guess for each in members.values())
+    assert [
+        members[InstanceId(name)].times.table.seconds_for(990) for name in ("p0", "d0", "d1")
+    ] == (pytest.approx([0.25, 0.25, 0.25]))
+    assert not any(each.times.table.is_guess for each in members.values())
     policy.lose("d1")
     policy.handle(instance_up("d1", epoch=2, prefill=GUESS))
-    assert members[InstanceId("d1")].prefill.seconds_for(990) == pytest.approx(0.25)
+    assert members[InstanceId("d1")].times.table.seconds_for(990) == pytest.approx(0.25)
     assert policy.policy.snapshot()["prefill_guess"] == {
         "label": "guess",
         "is_guess": False,
@@ -178,7 +178,7 @@ def test_measured_tables_stay_as_they_are() -> None:
     for number in range(20):
         decoded(policy, f"s{number}", 10.0 * number, 7.0)
 
-    assert policy.policy.members[InstanceId("p0")].prefill is TABLE
+    assert policy.policy.members[InstanceId("p0")].times.table is TABLE
     assert policy.policy.snapshot()["prefill_guess"] is None
 
 
@@ -196,10 +196,10 @@ def test_a_named_table_is_corrected_after_enough_periods() -> None:
     known = []
     for number in range(ENOUGH_PREFILLS):
         decoded(policy, f"s{number}", 10.0 * number, 0.25)
-        known.append(there.prefill.seconds_for(990))
+        known.append(there.times.table.seconds_for(990))
 
     assert known == pytest.approx([1.0] * (ENOUGH_PREFILLS - 1) + [0.25])
-    assert not there.has_guess
+    assert not there.times.has_guess
     shown = policy.policy.snapshot()["prefill_guess"]
     assert (shown["label"], shown["is_guess"], shown["factor"]) == (
         "named",
@@ -220,7 +220,7 @@ def test_one_period_of_many_prefills_corrects_no_named_table() -> None:
     scale.tune(at)
 
     assert scale.is_learned
-    assert at.prefill is NAMED
+    assert at.times.table is NAMED
 
 
 def test_tables_are_scaled_anew_only_where_the_factor_has_moved() -> None:
@@ -237,8 +237,8 @@ def test_tables_are_scaled_anew_only_where_the_factor_has_moved() -> None:
         scale.tune(each)
 
     assert sum(moved) == 3  # The first one, the one that makes it sure, and one of the last.
-    assert members[0].prefill is members[1].prefill
-    assert members[0].prefill.seconds_for(990) == pytest.approx(2.5)
+    assert members[0].times.table is members[1].times.table
+    assert members[0].times.table.seconds_for(990) == pytest.approx(2.5)
 
 
 def test_nothing_is_left_of_streams_that_ended_before_their_prefill() -> None:

@@ -68,8 +68,8 @@ def view_of(cluster: list[tuple[float, int, PrefillTable]]) -> ClusterView:
 def cost_of(view: ClusterView, member: Member, cached: int) -> float:
     tokens = BLOCKS * TOKENS
     cached = min(cached, tokens - 1)
-    seconds = member.prefill.extra(cached, tokens - cached) if cached else 0.0
-    seconds = seconds or member.prefill.seconds_for(tokens)
+    seconds = member.times.table.extra(cached, tokens - cached) if cached else 0.0
+    seconds = seconds or member.times.table.seconds_for(tokens)
     return member.queue_s + view.prefill_order.prompt_weight(len(view.prefillers)) * seconds
 
 

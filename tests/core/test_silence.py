@@ -147,7 +147,7 @@ def test_a_first_token_may_take_twice_its_predicted_prefill(
 ) -> None:
     """Four times as long as that while the table is a guess or an estimate."""
     progress, decode = progress_at_d0()
-    decode.prefill, decode.work_s = replace(TABLE, **marks), booked_s
+    decode.times.table, decode.work_s = replace(TABLE, **marks), booked_s
 
     assert progress.first_token_s(decode, predicted_s) == limit_s
 
@@ -201,5 +201,5 @@ def test_a_call_without_a_prediction_is_given_up_only_where_others_stand_still()
 def progress_at_d0() -> tuple[InstanceProgress, Member]:
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
     instances = Instances(Configured.of(config))
-    instances.known[D0].prefill = TABLE
+    instances.known[D0].times.table = TABLE
     return InstanceProgress(instances, 10.0, NoPolicy()), instances.known[D0]

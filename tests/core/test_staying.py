@@ -516,21 +516,21 @@ def test_an_instance_says_how_slow_it_is_with_the_ranks_that_it_has() -> None:
     harness.handle(load("d0", token_s=0.05, degree=3, full_degree=4, layout_number=1, **paces))
 
     member = harness.policy.state.view.members[InstanceId("d0")]
-    assert member.prefill.seconds_for(200) == pytest.approx(0.4)
-    assert member.slower_token_s == pytest.approx(0.1)
+    assert member.times.table.seconds_for(200) == pytest.approx(0.4)
+    assert member.times.slower_token_s == pytest.approx(0.1)
 
 
 def test_fewer_ranks_scale_the_tables_until_all_are_back() -> None:
     harness = two_pairs()
     harness.handle(reformed("d0", factor=1.5))
     view = harness.policy.state.view
-    slower = view.members[InstanceId("d0")].prefill.seconds_for(200)
+    slower = view.members[InstanceId("d0")].times.table.seconds_for(200)
 
     harness.handle(reformed("d0"))
 
     assert slower == pytest.approx(0.3)
-    assert view.members[InstanceId("d0")].prefill.seconds_for(200) == pytest.approx(0.2)
-    assert view.members[InstanceId("d0")].slower_token_s == 0
+    assert view.members[InstanceId("d0")].times.table.seconds_for(200) == pytest.approx(0.2)
+    assert view.members[InstanceId("d0")].times.slower_token_s == 0
 
 
 @pytest.mark.parametrize("name", [PolicyName.ROM, PolicyName.ALWAYS_RECOMPUTE])

@@ -75,7 +75,7 @@ def test_its_time_is_no_measure_of_a_prediction() -> None:
 def test_its_time_is_no_prefill_that_was_seen() -> None:
     """Its prompt is done long before its end."""
     state = begun("p0", "d0", "d1").policy.state
-    state.view.members[D0].observed = state.view.members[D0].prefill
+    state.view.members[D0].times.observed = state.view.members[D0].times.table
     state.prefill_scale._periods[D0] = period = _Period(0.0, {A})
     ledger.await_whole(state, state.streams[A])
 

@@ -32,12 +32,14 @@ def test_a_proxy_knows_that_an_instance_is_slower_than_its_profile() -> None:
     as_profiled, slower = members_of(1.0), members_of(FACTOR)
 
     prefill, decode = InstanceId("p0"), InstanceId("d0")
-    assert as_profiled[prefill].slowness == 1.0
-    assert slower[prefill].slowness == pytest.approx(FACTOR, rel=0.1)
-    times_s = [each[prefill].prefill.seconds_for(2_000) for each in (as_profiled, slower)]
+    assert as_profiled[prefill].times.slowness == 1.0
+    assert slower[prefill].times.slowness == pytest.approx(FACTOR, rel=0.1)
+    times_s = [each[prefill].times.table.seconds_for(2_000) for each in (as_profiled, slower)]
     assert times_s[1] == pytest.approx(FACTOR * times_s[0], rel=0.1)
-    assert as_profiled[decode].step_s > as_profiled[decode].prefill.step_overhead_s
-    assert slower[decode].step_s == pytest.approx(FACTOR * as_profiled[decode].step_s, rel=0.15)
+    assert as_profiled[decode].times.step_s > as_profiled[decode].times.table.step_overhead_s
+    assert slower[decode].times.step_s == pytest.approx(
+        FACTOR * as_profiled[decode].times.step_s, rel=0.15
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, FACTOR])

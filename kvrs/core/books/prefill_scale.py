@@ -78,24 +78,24 @@ class PrefillScale:
     def up(self, member: Member) -> None:
         """Handle the start of an instance's process: drop the busy period of the previous one."""
         self._periods.pop(member.id, None)
-        if member.observed is not None:
-            self._label = member.observed.label
-            self._is_guess = member.has_guess
+        if member.times.observed is not None:
+            self._label = member.times.observed.label
+            self._is_guess = member.times.has_guess
         self.tune(member)
 
     def tune(self, member: Member) -> None:
         """Scale the instance's table by the learned factor, unless it has measured the table."""
-        if (table := member.observed) is None or not (table.is_guess or self._is_sure):
+        if (table := member.times.observed) is None or not (table.is_guess or self._is_sure):
             return
         if self._made is None or self._made[0] is not table:
             scaled = table.scaled(self._applied)
             is_guess = table.is_guess and not self.is_learned
             self._made = table, replace(scaled, is_guess=is_guess)
-        member.set_table(self._made[1])
+        member.times.set_table(self._made[1])
 
     def began(self, member: Member, stream: StreamId, now_s: float, *, is_whole: bool) -> None:
         """Note that the instance begins to compute a history; `is_whole`: no part is cached."""
-        if member.observed is None:
+        if member.times.observed is None:
             return
         period = self._periods.setdefault(member.id, _Period(now_s))
         period.computing.add(stream)
@@ -107,7 +107,7 @@ class PrefillScale:
         """Note that the instance has computed a history of `tokens`, of which `reused` came from
         its cache; return whether tables must be scaled anew.
         """
-        period, table = self._periods.get(member.id), member.observed
+        period, table = self._periods.get(member.id), member.times.observed
         if table is None or period is None or stream not in period.computing:
             return False
         period.computing.discard(stream)

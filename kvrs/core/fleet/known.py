@@ -169,7 +169,7 @@ class Instances:
             some = Replays.SOMEWHERE if any(decoding) else Replays.NOWHERE
             self._replays = Replays.ALWAYS if decoding and all(decoding) else some
             steps_s = [
-                known.prefill.step_overhead_s for known in members if known.abilities.decodes
+                known.times.table.step_overhead_s for known in members if known.abilities.decodes
             ]
             step_s = max(steps_s, default=0.0)
             self._replay_tokens = REPLAY_S_MAX / step_s if step_s else inf

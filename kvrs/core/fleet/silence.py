@@ -151,7 +151,7 @@ class InstanceProgress:
         tokens plus twice the predicted prefill, plus the instance's queue.
         """
         limit_s = self.longest_gap_s + _PREFILLS * max(predicted_s, member.work_s)
-        if member.prefill.is_guess or member.prefill.is_estimated:
+        if member.times.table.is_guess or member.times.table.is_estimated:
             limit_s *= _GUESS
         return limit_s + member.reported_wait_s
 

@@ -318,16 +318,16 @@ class ClusterView:
         """Let instances with the same prefill table as this one, which have reported no slowness
         of their own, have the median of those that have.
         """
-        label = member.full_prefill.label
+        label = member.times.full_table.label
         alike = [
             each
             for each in self.members.values()
-            if each.observed is None and each.full_prefill.label == label
+            if each.times.observed is None and each.times.full_table.label == label
         ]
-        if known := [each.slowness for each in alike if each.has_own_slowness]:
+        if known := [each.times.slowness for each in alike if each.times.has_own_slowness]:
             for each in alike:
-                if not each.has_own_slowness:
-                    each.set_slowness(median(known))
+                if not each.times.has_own_slowness:
+                    each.times.set_slowness(median(known))
 
     def look_ahead(self) -> None:
         """Count the work before histories that come now, at each instance (`Member.ahead_s`)."""

@@ -253,7 +253,7 @@ class StreamArrived(_Event, frozen=True, gc=False):
     most_tokens: int | None = None
     deadlines: Deadlines = NO_DEADLINES
     tenant: str = ""  # Key of the tenant, among whose streams deadlines decide the order.
-    name: str = ""  # The requested model, one of `Member.names`; empty: every instance serves it.
+    name: str = ""  # The requested model, one of `Abilities.names`; empty: all serve it.
     # Instances that the endpoint picker of a gateway has named, the preferred one first.
     picked: tuple[InstanceId, ...] = ()
     promise: Promise = Promise.NONE  # Before the head only where inexact output is refused.

@@ -251,6 +251,73 @@ class Abilities(msgspec.Struct, frozen=True, gc=False):
 NO_ABILITIES = Abilities()  # For an instance that has not been up.
 
 
+@dataclass(slots=True, eq=False)
+class ComputeTimes:
+    """Times of an instance's prefills and decode steps: its table, and factors of it."""
+
+    full_table: PrefillTable = field(init=False)  # The prefill table with all ranks.
+    table: PrefillTable = field(init=False)  # The prefill table with the present ranks.
+    # The prefill table before it is scaled by what the proxy observes (`books/prefill_scale.py`): a
+    # guess, or one that the settings name. None: the instance has measured its own.
+    observed: PrefillTable | None = None
+    prefill_factor: float = 1.0  # Factor of the prefill table after a loss of ranks.
+    slower_token_s: float = 0.0  # Additional time per token after a loss of ranks.
+    # Time of a decode step: by the last report, else the overhead of a step by the table.
+    step_s: float = 0.0
+    reported_step_s: float = 0.0  # Time of a decode step, by the last report; 0: not reported.
+    # Factor of the prefill table by the times of the instance's own steps.
+    slowness: float = 1.0
+    has_own_slowness: bool = False  # The instance has reported it; else it is that of its like.
+
+    @property
+    def has_guess(self) -> bool:
+        """True if the prefill table was a guess at first."""
+        return self.observed is not None and self.observed.is_guess
+
+    def set_pace(self, decode_factor: float, prefill_factor: float, token_s: float) -> None:
+        """Set the step times relative to those with all ranks. `token_s` is a measured time per
+        token.
+        """
+        self.slower_token_s = max(0.0, decode_factor - 1) * token_s
+        if prefill_factor != self.prefill_factor:
+            self.prefill_factor = prefill_factor
+            self.set_table(self.full_table)
+
+    def set_table(self, table: PrefillTable) -> None:
+        """Set the prefill table that holds with all ranks."""
+        self.table = self.full_table = table
+        if (factor := self.prefill_factor * self.slowness) != 1.0:
+            self.table = table.scaled(factor)
+        self.step_s = self.reported_step_s or self.table.step_overhead_s
+
+    def note_steps(self, report: LoadReport) -> bool:
+        """Note the reported times of steps; return whether the slowness is another."""
+        self.reported_step_s = report.step_s
+        self.step_s = report.step_s or self.table.step_overhead_s
+        if report.slowness is None or self.observed is not None:
+            return False
+        is_first, self.has_own_slowness = not self.has_own_slowness, True
+        if not has_moved(report.slowness, self.slowness):
+            return is_first
+        self.set_slowness(report.slowness)
+        return True
+
+    def set_slowness(self, slowness: float) -> None:
+        """Set the factor of the prefill table by the times of steps."""
+        self.slowness = slowness
+        self.set_table(self.full_table)
+
+    def has_other_steps(self, report: LoadReport) -> bool:
+        """Return whether the reported times of steps differ enough to change a decision."""
+        return has_moved(report.step_s, self.reported_step_s) or self._has_other_slowness(report)
+
+    def _has_other_slowness(self, report: LoadReport) -> bool:
+        # The slowness is that of the declared table, and no table is scaled twice.
+        if report.slowness is None or self.observed is not None:
+            return False
+        return not self.has_own_slowness or has_moved(report.slowness, self.slowness)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Member:
     """The record of one process of an instance, from its `InstanceUp` on, or the configuration of
@@ -315,14 +382,7 @@ class Member:
     reforming: PredictedReforming | None = None
     # True: the instance gets no new stream, for one of the four reasons above.
     is_drained: bool = False
-    slower_token_s: float = 0.0  # Additional time per token after a loss of ranks.
-    prefill_factor: float = 1.0  # Factor of the prefill table after a loss of ranks.
-    # Time of a decode step: by the last report, else the overhead of a step by the table.
-    step_s: float = 0.0
-    reported_step_s: float = 0.0  # Time of a decode step, by the last report; 0: not reported.
-    # Factor of the prefill table by the times of the instance's own steps.
-    slowness: float = 1.0
-    has_own_slowness: bool = False  # The instance has reported it; else it is that of its like.
+    times: ComputeTimes = field(default_factory=ComputeTimes)
     answers: AnswerHealth = field(default_factory=AnswerHealth)
     epoch: int = 0  # Epoch of `info`, kept when the instance is removed.
     abilities: Abilities = NO_ABILITIES
@@ -334,11 +394,6 @@ class Member:
     tier_tokens: int = 0  # Tokens that the CPU tier has room for; 0: not reported.
     in_store: bool = False
     store_share: float = 1.0  # Share of the requested KV that the store had, over recoveries.
-    full_prefill: PrefillTable = field(init=False)  # The prefill table with all ranks.
-    prefill: PrefillTable = field(init=False)  # The prefill table with the present ranks.
-    # The prefill table before it is scaled by what the proxy observes (`books/prefill_scale.py`): a
-    # guess, or one that the settings name. None: the instance has measured its own.
-    observed: PrefillTable | None = None
     # Sort key of decode instances: streams, then id.
     rank: tuple[int, InstanceId] = field(init=False)
     # Decode instances on the same node that are not drained and can take this instance's hand-offs.
@@ -376,10 +431,10 @@ class Member:
             starts=self.starts + (not self.had_not_ended(info)),
         )
         table = prefill or PrefillTable.from_measured(info.prefill)
-        made.set_table(table)
+        made.times.set_table(table)
         # An instance that keeps the pace of the named table declares it, and reports its slowness.
         if table.is_guess or table.label != info.prefill.label:
-            made.observed = table
+            made.times.observed = table
         made.set_info(info)
         return made
 
@@ -400,11 +455,6 @@ class Member:
         if namespace != self.rows and self.was_up:
             self.rows = namespace
             self.set_info(self.info)
-
-    @property
-    def has_guess(self) -> bool:
-        """True if the prefill table was a guess at first."""
-        return self.observed is not None and self.observed.is_guess
 
     @property
     def store(self) -> str:
@@ -513,49 +563,6 @@ class Member:
                 or now_s - health.answered_s <= UNANSWERED_S
             )
         )
-
-    def set_pace(self, decode_factor: float, prefill_factor: float, token_s: float) -> None:
-        """Set the step times relative to those with all ranks. `token_s` is a measured time per
-        token.
-        """
-        self.slower_token_s = max(0.0, decode_factor - 1) * token_s
-        if prefill_factor != self.prefill_factor:
-            self.prefill_factor = prefill_factor
-            self.set_table(self.full_prefill)
-
-    def set_table(self, table: PrefillTable) -> None:
-        """Set the prefill table that holds with all ranks."""
-        self.prefill = self.full_prefill = table
-        if (factor := self.prefill_factor * self.slowness) != 1.0:
-            self.prefill = table.scaled(factor)
-        self.step_s = self.reported_step_s or self.prefill.step_overhead_s
-
-    def note_steps(self, report: LoadReport) -> bool:
-        """Note the reported times of steps; return whether the slowness is another."""
-        self.reported_step_s = report.step_s
-        self.step_s = report.step_s or self.prefill.step_overhead_s
-        if report.slowness is None or self.observed is not None:
-            return False
-        is_first, self.has_own_slowness = not self.has_own_slowness, True
-        if not has_moved(report.slowness, self.slowness):
-            return is_first
-        self.set_slowness(report.slowness)
-        return True
-
-    def set_slowness(self, slowness: float) -> None:
-        """Set the factor of the prefill table by the times of steps."""
-        self.slowness = slowness
-        self.set_table(self.full_prefill)
-
-    def has_other_steps(self, report: LoadReport) -> bool:
-        """Return whether the reported times of steps differ enough to change a decision."""
-        return has_moved(report.step_s, self.reported_step_s) or self._has_other_slowness(report)
-
-    def _has_other_slowness(self, report: LoadReport) -> bool:
-        # The slowness is that of the declared table, and no table is scaled twice.
-        if report.slowness is None or self.observed is not None:
-            return False
-        return not self.has_own_slowness or has_moved(report.slowness, self.slowness)
 
     def takes_from(self, prefill: "Member") -> bool:
         """Return whether `prefill` can hand off to this instance. A server that cannot pull pages

@@ -40,7 +40,7 @@ def changes_decision(
         return True
     if has_peers and told.queued + told.running != report.queued + report.running:
         return True
-    if member.has_other_steps(report):
+    if member.times.has_other_steps(report):
         return True
     before_s, delay_s = told.queue_delay_s, report.queue_delay_s
     step_s = max(_QUEUE_STEP_S, _QUEUE_STEP * before_s)

@@ -103,7 +103,7 @@ def lookahead_s(stream: Stream, target: Member) -> float:
     tokens = LOOKAHEAD_TOKENS
     if stream.most_tokens is not None:
         tokens = min(tokens, max(0, stream.most_tokens - stream.history_tokens))
-    return tokens * target.slower_token_s
+    return tokens * target.times.slower_token_s
 
 
 def step_term(estimate: Estimate) -> Iterable[Term]:

@@ -111,7 +111,7 @@ def estimate_cached(
     The target's queue runs in parallel: the longer of the two counts. So does the time `drain_s`
     until the transfers already on the link have ended, beside queue and computation at the holder.
     """
-    table = holder.prefill
+    table = holder.times.table
     history_s = table.seconds_for(history_tokens)
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     transfer_s = handshake_s + holder.info.geometry.sent_bytes(history_tokens) / bytes_per_s
@@ -217,7 +217,7 @@ def estimate_fetch(
 
     `history_s` is the time in which the target would compute the whole history.
     """
-    table = target.prefill
+    table = target.times.table
     compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     at_target_s = compute_s - table.step_overhead_s
     return Estimate(
@@ -258,7 +258,7 @@ def extension(
             best = other
     if best is None:
         return None, pages, 0.0
-    size, table = case.target.abilities.page_size_tokens, case.target.prefill
+    size, table = case.target.abilities.page_size_tokens, case.target.times.table
     promised, history = max(best.pages, pages + 1), case.history_tokens
     wait_s = max(0.0, best.drain_s - elapsed_s) + HANDSHAKE_S
     saved_s = table.extra(pages * size, history - pages * size) - table.extra(

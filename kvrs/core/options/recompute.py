@@ -49,8 +49,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     fetches = target.abilities.pulls and prefill.abilities.retains
     is_migration = not (fetches or info.joins_prefill) and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
-        table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
-        if table is not target.prefill:
+        table, compute_s, extrapolated = prefill.times.table, case.history_s, case.extrapolated
+        if table is not target.times.table:
             compute_s, extrapolated = table.seconds_for(history), not table.covers(history)
         link = view.links.get((prefill.node, target.node), view.assumed_link)
         there = estimate_handed_off(
@@ -69,7 +69,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         if there.total_s <= here_s or computes_nothing:
             estimates.append(there)
             return
-    at_target_s = case.history_s - target.prefill.step_overhead_s
+    at_target_s = case.history_s - target.times.table.step_overhead_s
     estimates.append(
         Estimate(
             _RECOMPUTE,

@@ -62,7 +62,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 def _prompt_of(case: Case) -> Case:
     """Return the case with a history that is the prompt alone."""
-    tokens, table = case.stream.prompt_tokens, case.target.prefill
+    tokens, table = case.stream.prompt_tokens, case.target.times.table
     return replace(
         case,
         history_tokens=tokens,
@@ -83,7 +83,7 @@ def _decode_s(case: Case) -> float:
     overhead of a step.
     """
     stream = case.stream
-    step_s = case.target.prefill.step_overhead_s if stream.token_s is None else stream.token_s
+    step_s = case.target.times.table.step_overhead_s if stream.token_s is None else stream.token_s
     return stream.produced_tokens * step_s
 
 

@@ -29,7 +29,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     if drain_s < 0:
         drain_s = 0.0
     fixed_s = fetch.transfer_s - pages * page_s  # Hand-shake and transfer from a second source.
-    table = target.prefill
+    table = target.times.table
     front = best_front(
         table, size, pages, page_s, drain_s + fixed_s, case.history_s, case.history_tokens
     )
@@ -60,7 +60,9 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
 def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     source, first_page = estimate.source, estimate.first_page
     assert source is not None, estimate
-    front_s = case.target.prefill.seconds_for(first_page * case.target.abilities.page_size_tokens)
+    front_s = case.target.times.table.seconds_for(
+        first_page * case.target.abilities.page_size_tokens
+    )
     tail_s = estimate.compute_s - front_s
     prefix = has = case.pages_of(source)
     _, how = transfer(case, source, has - first_page)

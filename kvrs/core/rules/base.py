@@ -48,7 +48,7 @@ class Rule:
             for needs, estimate in self._weighed:
                 if needs is None or needs(case):
                     estimate(case, estimates)
-            if case.target.slower_token_s:
+            if case.target.times.slower_token_s:
                 later_s = lookahead_s(stream, case.target)
                 estimates[weighed:] = [_later(each, later_s) for each in estimates[weighed:]]
         return estimates
@@ -125,8 +125,8 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
     history_s, extrapolated = 0.0, False
     cases: list[Case] = []
     for target in targets:
-        if target.prefill is not table:
-            table = target.prefill
+        if target.times.table is not table:
+            table = target.times.table
             history_s = table.seconds_for(history_tokens)
             extrapolated = not table.covers(history_tokens)
         sources, wanted, held, slot_wait_s = _NO_SOURCES, 0, 0, 0.0
@@ -139,10 +139,10 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
                 # `is_used` saves the call: calls dominate the time of a decision.
                 if sources and state.slots.is_used:
                     slot_wait_s = state.slots.expected_wait_s(target.id, stream.id, now_s)
-        step_s, next_s = 0.0, target.step_s
+        step_s, next_s = 0.0, target.times.step_s
         if target.streams:  # Streams decode there: a step runs, and each step takes its time.
-            over_s, next_s = next_s - target.prefill.step_overhead_s, 1.5 * next_s
-            step_s = target.step_s / 2 + over_s if over_s > 0 else target.step_s / 2
+            over_s, next_s = next_s - target.times.table.step_overhead_s, 1.5 * next_s
+            step_s = target.times.step_s / 2 + over_s if over_s > 0 else target.times.step_s / 2
         cases.append(
             Case(
                 state,

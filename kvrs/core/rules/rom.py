@@ -94,13 +94,13 @@ def rom_migrate(
 
 def rom_recompute(prefill: Member, target: Member, prompt_tokens: int) -> Estimate:
     """`RECOMPUTE_COST` of seed KVRS: the prefill table at the length of the prompt."""
-    compute_s = prefill.prefill.seconds_for(prompt_tokens)
+    compute_s = prefill.times.table.seconds_for(prompt_tokens)
     return Estimate(
         _RECOMPUTE,
         target.id,
         compute_s,
         compute_s=compute_s,
-        extrapolated=not prefill.prefill.covers(prompt_tokens),
+        extrapolated=not prefill.times.table.covers(prompt_tokens),
         source=None if prefill.id == target.id else prefill.id,
     )
 

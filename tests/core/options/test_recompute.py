@@ -55,7 +55,7 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     for up in (instance_up("p1"), instance_up("d1")):
         view.add(Member.of(up.info, up.prefill))
     target, marks = view.members[InstanceId("d1")], []
-    target.prefill = PrefillTable("longer", "test", 100, [0.0, 0.09, 0.18, 0.27, 0.36, 0.45])
+    target.times.table = PrefillTable("longer", "test", 100, [0.0, 0.09, 0.18, 0.27, 0.36, 0.45])
 
     for tokens in (400, 401):
         found: list[Estimate] = []

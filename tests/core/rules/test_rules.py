@@ -99,7 +99,7 @@ def test_tokens_at_a_slower_instance_count_for_the_choice_and_not_for_the_budget
     stream = Stream(StreamId("s"), 0, 64, 0.0, produced_tokens=8, prefilled=True)
     (usual,) = AUTO.weigh(state, stream, [target], 0.0)
 
-    target.set_pace(2.0, 1.0, token_s=0.5)
+    target.times.set_pace(2.0, 1.0, token_s=0.5)
     (slower,) = AUTO.weigh(state, stream, [target], 0.0)
 
     assert slower.lookahead_s == 2.0

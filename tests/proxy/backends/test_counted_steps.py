@@ -77,8 +77,8 @@ async def assert_known(system: Any, step_s: float) -> None:
 
     await system.until(is_known)
     members = system.proxy.parts.driver.control.policy.members
-    assert members["d0"].step_s == pytest.approx(step_s)
-    assert members["d1"].step_s == members["d1"].prefill.step_overhead_s
+    assert members["d0"].times.step_s == pytest.approx(step_s)
+    assert members["d1"].times.step_s == members["d1"].times.table.step_overhead_s
 
 
 @pytest.mark.network
