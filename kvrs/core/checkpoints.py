@@ -27,7 +27,7 @@ def place(
     mode = state.settings.backup.mode
     node, need_bytes = decode.node, _need_bytes(stream, decode)
     chosen: list[Agent] = []
-    if decode.rows:
+    if decode.shared.rows:
         stream.unprotected, mode = "", BackupMode.OFF
     elif not (
         decode.abilities.checkpoints or (prefill is not None and prefill.abilities.checkpoints)

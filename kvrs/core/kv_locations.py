@@ -9,6 +9,8 @@ process.
 
 from collections.abc import Iterable
 
+import msgspec
+
 from kvrs.core import checkpoints
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
@@ -217,7 +219,9 @@ def _rows_lost(state: State, agent: Agent) -> None:
         # While another agent has a second copy of the rows, their namespace stays: this agent's
         # loss may be known before that of the node's instances, whose streams then use the copy.
         others = state.copying[member.node].values()
-        if member.has_tier and not any(other.rows_of(member, member.rows) for other in others):
+        if member.shared.has_tier and not any(
+            other.rows_of(member, member.shared.rows) for other in others
+        ):
             member.set_rows("")
 
 
@@ -232,9 +236,12 @@ def find_rows(state: State, member: Member) -> None:
         return
     own = [each for each in agent.rows.regions if each.engine == member.id]
     alive = next((each.namespace for each in own if each.is_alive), "")
-    member.tier_tokens = sum(each.rows * each.row_tokens for each in own if each.is_alive)
-    member.row_tokens = max((each.row_tokens for each in own), default=0)
-    is_gone = member.has_tier and all(each.namespace != member.rows for each in own)
+    member.shared = msgspec.structs.replace(
+        member.shared,
+        tier_tokens=sum(each.rows * each.row_tokens for each in own if each.is_alive),
+        row_tokens=max((each.row_tokens for each in own), default=0),
+    )
+    is_gone = member.shared.has_tier and all(each.namespace != member.shared.rows for each in own)
     if alive or is_gone:
         member.set_rows(alive)
 
@@ -245,23 +252,23 @@ def rows_left(state: State, stream: Stream, member: Member) -> None:
     that are not complete the stream is taken to have an average part.
     """
     tokens = stream.history_tokens - 1
-    if not member.in_store and member.row_tokens:
-        tokens -= tokens % member.row_tokens  # Rows are stored and loaded whole.
+    if not member.shared.in_store and member.shared.row_tokens:
+        tokens -= tokens % member.shared.row_tokens  # Rows are stored and loaded whole.
     pages = tokens // member.abilities.page_size_tokens
-    if not member.rows or not pages:
+    if not member.shared.rows or not pages:
         return
     shares = {state.view.store: 1.0}
-    if not member.in_store:
+    if not member.shared.in_store:
         own = state.view.agent_on(member.node)
         agents = (own, *state.copying[member.node].values())
-        shares = {each: each.rows_of(member, member.rows) for each in agents if each}
+        shares = {each: each.rows_of(member, member.shared.rows) for each in agents if each}
     for agent, share in shares.items():
         if share:
             stream.checkpoints[agent.id] = StoredCheckpoint(
                 agent,
                 member.info.geometry,
                 pages=int(pages * share),
-                rows=member.rows,
-                engine=None if member.in_store else member,
+                rows=member.shared.rows,
+                engine=None if member.shared.in_store else member,
             )
             agent.streams.add(stream.id)

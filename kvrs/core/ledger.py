@@ -44,7 +44,7 @@ def begin(state: State, stream: Stream, plan: act.Plan, decision: Decision, now_
     view.prefill_order.book(runs_on, attempt.booked_s, now_s, is_history=attempt.is_history)
     if stream.prefix.hashes and (is_start or runs_on is not decode):
         view.prefixes.send(runs_on, stream.prefix, stream.prompt_tokens)
-        if decode.has_tier and decode is not runs_on:
+        if decode.shared.has_tier and decode is not runs_on:
             view.prefixes.send(decode, stream.prefix, stream.prompt_tokens)
     if plan.runs:
         _put_runs(state, attempt, plan, decode)
@@ -152,7 +152,7 @@ def note_found(
         predicted = stream.cached.get(member.id, 0) * tokens // length
         # The cache may have more than the prompts that were sent: a decode instance keeps its
         # answers, which return with the next turn, and a tier or a store has what others computed.
-        others = member.abilities.decodes or bool(member.rows)
+        others = member.abilities.decodes or bool(member.shared.rows)
         view.prefixes.correct(member, stream.prefix, predicted, found, finds_others=others)
     elif stream.attempt.number == 1 and (agent := view.agents.get(load.agent)) is not None:
         predicted = (load.first_token + load.tokens) * tokens // length
@@ -227,7 +227,7 @@ def end_attempt(
         stream.tokens = decode.tokens or stream.tokens
         stream.generates = decode.generates or stream.generates
         stream.note_pace(now_s)
-        if decode.rows:
+        if decode.shared.rows:
             kv_locations.rows_left(state, stream, decode)
     elif decode is not None and decode.info.joins_prefill and failed != decode.id:
         # The instance keeps memory for the unsent pages for a while, so the stream avoids it.

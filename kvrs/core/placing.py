@@ -463,7 +463,7 @@ def _await_count(
         plan.asked,
         frozenset(found.engine.id for found in stored if found.engine is not None),
         pages * target.abilities.page_size_tokens,
-        _LATE_ROWS * target.row_tokens,
+        _LATE_ROWS * target.shared.row_tokens,
         predicted,
         min(computed, default=None),
         real_s,
@@ -648,7 +648,7 @@ def _place_together(state: State, name: str, ordered: list[Stream], now_s: float
     others = float(len(victims) - 1)
     # Instances that load rows compute prompts in chunks: streams placed earlier in this loop
     # continue between the chunks of later ones, so they do not count as others that wait.
-    is_chunked = all(member.rows for member in targets)
+    is_chunked = all(member.shared.rows for member in targets)
     for stream in ordered:
         state.gathered.pop(stream.id, None)
         shared = others / len(targets) if victims and targets else 0.0

@@ -125,9 +125,9 @@ def _levels(view: ClusterView, stream: Stream, first: Member) -> tuple[int, list
             members = _of_bits(view, mask)
             deeper.append((tokens, members))
             tiers.update(
-                ((each.node if each.has_tier else STORE, each.rows), tokens)
+                ((each.node if each.shared.has_tier else STORE, each.shared.rows), tokens)
                 for each in members
-                if each.rows
+                if each.shared.rows
             )
     if tiers:
         own = _add_loaded(view, first, tiers, own, deeper)
@@ -147,7 +147,7 @@ def _add_loaded(
     """
     for (node, rows), tokens in tiers.items():
         for member in [first] if node == STORE else view.by_node[node]:
-            if member.rows != rows or not member.restores:
+            if member.shared.rows != rows or not member.restores:
                 continue
             found = int(tokens * _gain_of_loading(view, member, tokens))
             if member is first:
@@ -184,7 +184,10 @@ def _with_load(
     have the answer of the last turn, or the instance may have less by now.
     """
     can_load = (
-        member.abilities.pulls and member.abilities.caches and member.restores and not member.rows
+        member.abilities.pulls
+        and member.abilities.caches
+        and member.restores
+        and not member.shared.rows
     )
     if stored is None or stored.tokens < own or not can_load:
         return own, None
@@ -216,8 +219,8 @@ def _gain_of_loading(view: ClusterView, member: Member, tokens: int) -> float:
     node's tiers, or its store; below 0: loading takes longer.
     """
     agent: Agent | None = view.store
-    share = member.store_share
-    if member.has_tier:
+    share = member.shared.store_share
+    if member.shared.has_tier:
         agent, share = view.agent_on(member.node), 1.0
     if agent is None:
         return 0.0  # The node's agent is not up.

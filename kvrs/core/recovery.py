@@ -59,7 +59,7 @@ class RecoveryPolicy:
 
     def loads_rows_of(self, target: Member, holder: Member) -> bool:
         """Return whether the target can load rows that the agent of the holder's node serves."""
-        if not holder.has_tier or holder.rows != target.rows:
+        if not holder.shared.has_tier or holder.shared.rows != target.shared.rows:
             return False
         if holder.node == target.node:
             return True

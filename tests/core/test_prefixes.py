@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrs.core.model import prefixes
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Member, SharedRows
 from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, PrefixIndex, chain, room_tokens
 from kvrs.protocol.instance import Capability, LoadReport
 from kvrs.protocol.mirror import BYTES_PER_HASH, MAX_HASH_BYTES, SentPrompt
@@ -220,7 +220,7 @@ def test_cached_tokens_correct_the_capacity(predicted: int, found: int, blocks: 
 
 def test_a_tier_has_room_for_more_than_the_pages() -> None:
     index, there = PrefixIndex(room_tokens), member("p0", blocks=10)
-    there.tier_tokens = 100 * TOKENS
+    there.shared = SharedRows(tier_tokens=100 * TOKENS)
     for word in range(200):
         note(index, there, word)
 

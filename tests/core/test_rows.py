@@ -196,11 +196,11 @@ def test_the_next_process_has_rows_when_the_agent_has_them() -> None:
     harness.lose("d0")
     harness.serve("agent-n0", region("d0", is_alive=False), region("d2"))
     harness.up("d0", epoch=2)
-    assert harness.policy.members[D0].rows == ""
+    assert harness.policy.members[D0].shared.rows == ""
 
     harness.serve("agent-n0", region("d0", is_alive=False), region("d0"), region("d2"))
 
-    assert harness.policy.members[D0].rows == SPACE
+    assert harness.policy.members[D0].shared.rows == SPACE
 
 
 def test_without_its_agent_an_instance_has_no_rows() -> None:
@@ -210,12 +210,12 @@ def test_without_its_agent_an_instance_has_no_rows() -> None:
     harness.handle(ev.HolderLost(AGENT_0, 1, "killed"))
     harness.start()
     assert harness.policy.streams[A].unprotected == "no agent keeps KV of d0"
-    assert harness.policy.members[D0].rows == ""
+    assert harness.policy.members[D0].shared.rows == ""
 
     harness.agents("n0", epoch=2)
     harness.handle(ev.CheckpointsReported(AGENT_0, 2, 0, 0, {}, RowsReport((region("d0"),))))
 
-    assert harness.policy.members[D0].rows == SPACE
+    assert harness.policy.members[D0].shared.rows == SPACE
 
 
 @pytest.mark.parametrize("cause", ["given back", "the agent is lost"])

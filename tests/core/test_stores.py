@@ -135,15 +135,23 @@ def test_rows_of_the_servers_own_tier_come_before_a_store() -> None:
     rows = ev.CheckpointsReported(InstanceId("agent-n0"), 1, 0, 0, {}, RowsReport((region,), True))
     member = harness.policy.members[D0]
     harness.seen("d0", of())
-    assert (member.in_store, member.rows) == (True, ONE)
+    assert (member.shared.in_store, member.shared.rows) == (True, ONE)
 
     harness.handle(rows)
     harness.seen("d0", of())
 
-    assert (member.has_tier, member.in_store, member.rows) == (True, False, region.namespace)
+    assert (member.shared.has_tier, member.shared.in_store, member.shared.rows) == (
+        True,
+        False,
+        region.namespace,
+    )
     harness.handle(ev.CheckpointsReported(InstanceId("agent-n0"), 1, 0, 0, {}))
     harness.seen("d0", of())
-    assert (member.has_tier, member.in_store, member.rows) == (False, True, ONE)
+    assert (member.shared.has_tier, member.shared.in_store, member.shared.rows) == (
+        False,
+        True,
+        ONE,
+    )
 
 
 def test_a_load_that_fails_is_no_fault_of_the_instance_and_is_not_tried_again() -> None:

@@ -134,10 +134,10 @@ class CheckpointHolds:
 
     def _in_rows(self, live: LiveStream) -> dict[InstanceId, int]:
         plan = live.attempt.plan
-        if plan is None or not (there := self._instances.known[plan.decode]).rows:
+        if plan is None or not (there := self._instances.known[plan.decode]).shared.rows:
             return {}
         tokens = len(live.journal.prompt_ids or ()) + len(live.journal.output_ids)
-        if there.in_store:
+        if there.shared.in_store:
             return {InstanceId(STORE): tokens // there.abilities.page_size_tokens}
         return {self.agents.by_node[there.node].id: tokens // there.abilities.page_size_tokens}
 
@@ -147,11 +147,11 @@ class CheckpointHolds:
         """
         plan, kept = live.attempt.plan, self.protected(live)
         there = None if plan is None else self._instances.known[plan.decode]
-        if self._mode is BackupMode.OFF and (there is None or not there.in_store):
+        if self._mode is BackupMode.OFF and (there is None or not there.shared.in_store):
             return self._why_none
         if plan is None or there is None:
             return "no instance was found for the stream yet"
-        if any(kept.values()) or (kept and (there.abilities.checkpoints or there.rows)):
+        if any(kept.values()) or (kept and (there.abilities.checkpoints or there.shared.rows)):
             return None
         if kept:
             return f"no agent keeps KV of {plan.decode}"
@@ -164,7 +164,7 @@ class CheckpointHolds:
         on.
         """
         is_asked = self._mode is not BackupMode.OFF and known.role is not Role.PREFILL
-        has_some = known.abilities.checkpoints or bool(known.rows)
+        has_some = known.abilities.checkpoints or bool(known.shared.rows)
         return is_asked and self._instances.is_up(known.id) and not has_some
 
     def count_unprotected(self) -> int:

@@ -160,7 +160,7 @@ class Stores:
         of another instance may hold what the instance itself has stored.
         """
         known = self._known[instance]
-        kind = known.store or ("" if known.has_tier else self._kinds.get(instance, ""))
+        kind = known.store or ("" if known.shared.has_tier else self._kinds.get(instance, ""))
         if not self._enabled or not kind or instance in self._passed:
             return False
         return self._failed.get(instance) is not False
@@ -636,7 +636,7 @@ class SelfTests:
         seen = life.seen
         if not self._tests_kv:
             seen = msgspec.structs.replace(seen, moves_kv=True)
-        store = None if self._known[instance].has_tier else self.stores.of(instance)
+        store = None if self._known[instance].shared.has_tier else self.stores.of(instance)
         if store is not None:
             seen = msgspec.structs.replace(seen, restores=store.restores, store=store)
         return seen

@@ -12,6 +12,8 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Member
@@ -196,10 +198,11 @@ class ClusterView:
         member.is_doubted = event.is_doubted
         member.generates = event.generates
         member.restores = event.moves_kv if event.restores is None else event.restores
-        if not member.has_tier and (store := event.store) is not None:
+        if not member.shared.has_tier and (store := event.store) is not None:
             member.set_rows(store.namespace, in_store=True)
-            member.restores, member.store_share = store.restores, store.share
-        elif member.in_store:
+            member.restores = store.restores
+            member.shared = msgspec.structs.replace(member.shared, store_share=store.share)
+        elif member.shared.in_store:
             member.set_rows("")
         self._compare_tokens()
         self.update(member)

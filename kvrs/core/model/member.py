@@ -248,6 +248,20 @@ class Abilities(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+class SharedRows(msgspec.Struct, frozen=True, gc=False):
+    """Rows of an instance's KV that other instances can load."""
+
+    # Namespace of the rows of the instance's CPU tier, which its node's agent serves (`has_tier`),
+    # or of the store that its engine shares (`in_store`); empty: neither.
+    rows: str = ""
+    has_tier: bool = False
+    in_store: bool = False
+    row_tokens: int = 0  # Tokens in one row; 0: not reported.
+    tier_tokens: int = 0  # Tokens that the CPU tier has room for; 0: not reported.
+    store_share: float = 1.0  # Share of the requested KV that the store had, over recoveries.
+
+
+NO_SHARED_ROWS = SharedRows()
 NO_ABILITIES = Abilities()  # For an instance that has not been up.
 
 
@@ -386,14 +400,7 @@ class Member:
     answers: AnswerHealth = field(default_factory=AnswerHealth)
     epoch: int = 0  # Epoch of `info`, kept when the instance is removed.
     abilities: Abilities = NO_ABILITIES
-    # Namespace of the rows of the instance's CPU tier, which its node's agent serves (`has_tier`),
-    # or of the store that its engine shares (`in_store`); empty: neither.
-    rows: str = ""
-    has_tier: bool = False
-    row_tokens: int = 0  # Tokens in one row; 0: not reported.
-    tier_tokens: int = 0  # Tokens that the CPU tier has room for; 0: not reported.
-    in_store: bool = False
-    store_share: float = 1.0  # Share of the requested KV that the store had, over recoveries.
+    shared: SharedRows = NO_SHARED_ROWS
     # Sort key of decode instances: streams, then id.
     rank: tuple[int, InstanceId] = field(init=False)
     # Decode instances on the same node that are not drained and can take this instance's hand-offs.
@@ -441,7 +448,7 @@ class Member:
     def set_info(self, info: InstanceInfo) -> None:
         """Replace the info that the process reports about itself."""
         self.info, self.epoch = info, info.epoch
-        self.abilities = Abilities.of(info, has_rows=bool(self.rows))
+        self.abilities = Abilities.of(info, has_rows=bool(self.shared.rows))
 
     def learn(self, **changes: Any) -> None:
         """Replace fields of the info that the process has reported."""
@@ -451,9 +458,12 @@ class Member:
         """Set the namespace of the instance's rows at its node's agent or in a store; empty:
         none.
         """
-        self.in_store, self.has_tier = in_store, bool(namespace) and not in_store
-        if namespace != self.rows and self.was_up:
-            self.rows = namespace
+        before, has_tier = self.shared.rows, bool(namespace) and not in_store
+        rows = namespace if self.was_up else before
+        self.shared = msgspec.structs.replace(
+            self.shared, rows=rows, has_tier=has_tier, in_store=in_store
+        )
+        if rows != before:
             self.set_info(self.info)
 
     @property
@@ -461,7 +471,7 @@ class Member:
         """The kind of the KV store from which the engine loads by itself; empty: none, or not
         used.
         """
-        return "" if self.load is None or self.has_tier else self.load.store
+        return "" if self.load is None or self.shared.has_tier else self.load.store
 
     @property
     def was_up(self) -> bool:

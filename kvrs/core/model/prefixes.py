@@ -127,7 +127,7 @@ def room_tokens(member: Member) -> int:
     if (load := member.load) is None:
         return 0
     # A CPU tier has a copy of the pages too, so the two are not added.
-    return max(load.free_pages * member.abilities.page_size_tokens, member.tier_tokens)
+    return max(load.free_pages * member.abilities.page_size_tokens, member.shared.tier_tokens)
 
 
 class PrefixIndex(Generic[H]):

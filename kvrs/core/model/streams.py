@@ -64,7 +64,7 @@ class StoredCheckpoint:
     def is_of(self, member: Member) -> bool:
         """Return whether the instance can save and load pages of this geometry and namespace."""
         own, theirs = self.geometry, member.info.geometry
-        return self.rows == member.rows and (own is theirs or own == theirs)
+        return self.rows == member.shared.rows and (own is theirs or own == theirs)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

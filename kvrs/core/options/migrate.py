@@ -292,7 +292,7 @@ def _asked(state: State, stream: Stream, estimate: Estimate) -> tuple[InstanceId
     own node first. The target asks them all at once, so a copy that lags hides no row.
     """
     target = state.view.members[estimate.target]
-    if not target.has_tier or (estimate.source is None and estimate.second is None):
+    if not target.shared.has_tier or (estimate.source is None and estimate.second is None):
         return ()
     found = [
         (each.agent.node != each.engine.node, each.agent.id)

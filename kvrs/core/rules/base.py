@@ -157,7 +157,9 @@ def cases_of(state: State, stream: Stream, targets: Sequence[Member], now_s: flo
                 slot_wait_s,
                 step_s,
                 next_s,
-                len(target.answers.awaited) if target.abilities.pulls and not target.rows else 0,
+                len(target.answers.awaited)
+                if target.abilities.pulls and not target.shared.rows
+                else 0,
             )
         )
     return cases
@@ -201,7 +203,7 @@ def sources_of(state: State, stream: Stream, target: Member, wanted: int) -> lis
         is_local = agent.node == node and not link.measured
         rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
         pages = min(checkpoint.pages, wanted)
-        if agent is view.store and not (pages := int(pages * target.store_share)):
+        if agent is view.store and not (pages := int(pages * target.shared.store_share)):
             continue
         sources.append(
             KvSource(agent.id, pages, page_bytes / rate, link.in_flight_bytes / rate, True)

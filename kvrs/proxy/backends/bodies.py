@@ -152,7 +152,7 @@ def prefill_call(
     """
     sources = _load_source(plan.load)
     call = _call(journal, attempt, plan, member, sources, is_prefill=True, traceparent=traceparent)
-    if member.has_tier:
+    if member.shared.has_tier:
         call.rows = _row_load(journal, attempt)
     fields = call.fields
     fields["max_tokens"] = 1
@@ -190,7 +190,7 @@ def decode_call(
         traceparent=traceparent,
         ids_text=None if journal.output_ids else ids_text,
     )
-    if member.has_tier:
+    if member.shared.has_tier:
         call.rows = _row_load(journal, attempt, plan)
     fields = call.fields
     fields["stream"] = True
