@@ -14,17 +14,16 @@ from operator import attrgetter, itemgetter
 import msgspec
 
 from kvrs.config.policy import Dispatch
-from kvrs.core import checkpoints, kv_locations, ledger, options
+from kvrs.core import checkpoints, ledger, options
 from kvrs.core.books.poison import is_poison, news_until_s
 from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, is_past
 from kvrs.core.model import actions as act
-from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.events import Promise
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member, fraction, is_one_call
-from kvrs.core.model.streams import Decision, Predicted, RestoredRows, Stream, by_urgency
+from kvrs.core.model.streams import Decision, Stream, by_urgency
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits
 from kvrs.core.routing import (
@@ -221,11 +220,6 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
     return targets or [assigned]
 
 
-# Rows of the last steps of an engine, which may not be in its tier, or copied, when it dies.
-_LATE_ROWS = 3
-_MOST_RESTORED = 1000  # Restores whose count is awaited; the count of an older one is ignored.
-
-
 def start(
     state: State, stream: Stream, now_s: float, *, is_by_load: bool = False
 ) -> Decision | None:
@@ -414,91 +408,6 @@ def budget_of(state: State, stream: Stream, now_s: float) -> float | None:
         return None
     due = stream.due_s()
     return due - now_s if due < inf else None
-
-
-def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
-    """Learn from a recovery that has brought a token; return its record."""
-    attempt, chosen, plan = stream.attempt, decision.chosen, stream.attempt.plan
-    real_s, predicted = now_s - attempt.started_s, attempt.predicted
-    if predicted is None:
-        return act.Settled(stream.id, attempt.number, chosen.option, chosen.next_token_s, real_s)
-    # The prediction of a redirected hand-off is for another target: it is not learned from.
-    if plan is not None and plan.decode == chosen.target:
-        if plan.asked and chosen.option is Option.RESTORE:
-            _await_count(state, stream, decision, plan, predicted, real_s)
-        else:
-            state.spread.observe(predicted.seconds, real_s, predicted.victims)
-    return act.Settled(
-        stream.id,
-        attempt.number,
-        chosen.option,
-        predicted.seconds,
-        real_s,
-        predicted.low_s,
-        predicted.high_s,
-    )
-
-
-def _await_count(
-    state: State,
-    stream: Stream,
-    decision: Decision,
-    plan: act.Plan,
-    predicted: Predicted,
-    real_s: float,
-) -> None:
-    """Learn from a restore of rows only when its target has counted what it has loaded."""
-    target, restored = state.view.members.get(plan.decode), state.restored
-    if target is None:
-        return
-    stored = [found for name, found in stream.checkpoints.items() if name in plan.asked]
-    wanted = max(run.first_page + run.pages for run in plan.runs)
-    pages = max((found.pages for found in stored), default=wanted)
-    computed = [
-        each.next_token_s
-        for each in decision.estimates
-        if each.option is Option.RECOMPUTE and each.target == plan.decode
-    ]
-    restored[stream.id, stream.attempt.number] = RestoredRows(
-        plan.asked,
-        frozenset(found.engine.id for found in stored if found.engine is not None),
-        pages * target.abilities.page_size_tokens,
-        _LATE_ROWS * target.shared.row_tokens,
-        predicted,
-        min(computed, default=None),
-        real_s,
-    )
-    if len(restored) > _MOST_RESTORED:
-        del restored[next(iter(restored))]
-
-
-def rows_counted(state: State, event: ev.RowsCounted, now_s: float) -> None:
-    """Book a restore of rows as what it was: a recompute if it has loaded less than half of what
-    was expected. The agents that were asked are then believed to have no rows of those engines
-    until they report others.
-    """
-    found = state.restored.pop((event.stream, event.attempt), None)
-    if found is None:
-        return
-    is_restore = 2 * event.loaded_tokens >= found.expected_tokens
-    option = Option.RESTORE
-    predicted_s: float | None = found.predicted.seconds
-    if not is_restore:
-        option, predicted_s = Option.RECOMPUTE, found.recompute_s
-        if found.expected_tokens > found.least_tokens:
-            kv_locations.doubt(state, found.asked, found.engines)
-    if predicted_s is not None:
-        state.spread.observe(predicted_s, found.real_s, found.predicted.victims)
-    state.actions.append(
-        act.RowsLoaded(
-            event.stream,
-            event.attempt,
-            option,
-            event.loaded_tokens,
-            found.expected_tokens,
-            found.asked,
-        )
-    )
 
 
 def _eligible(

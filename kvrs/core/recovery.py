@@ -121,7 +121,7 @@ class RecoveryPolicy:
                 for stream in event.streams:
                     kv_locations.forget(state, stream, event.instance)
             case ev.RowsCounted():
-                placing.rows_counted(state, event, now_s)
+                together.rows_counted(state, event, now_s)
             case ev.TimerFired():
                 state.timers.woken(now_s)
             case ev.SettingsReloaded():

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core import checkpoints, kv_locations, ledger, outliers, placing, staying
+from kvrs.core import checkpoints, kv_locations, ledger, outliers, placing, staying, together
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -143,7 +143,7 @@ def _resume(state: State, stream: Stream, event: ev.StreamResumed, now_s: float)
         return
     decision, recovers = attempt.decision, stream.adopted or attempt.number > 1
     if decision is not None and (recovers or decision.chosen.option is not Option.START):
-        state.actions.append(placing.settle(state, stream, decision, now_s))
+        state.actions.append(together.settle(state, stream, decision, now_s))
     decode = attempt.decodes_on
     is_second_run = attempt.option is Option.REPLAY and not attempt.resumed
     if is_second_run and decode is not None and not decode.abilities.replays:

@@ -1,4 +1,5 @@
-"""Predicts when the victims of one event get their next tokens, all together.
+"""Predicts when the victims of one event get their next tokens, all together, and learns from when
+they do.
 
 The estimate by which an option is chosen is that of one stream, behind the work that was there
 before. The victims of an event share links, prefill instances and the steps of their targets:
@@ -19,16 +20,21 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from operator import attrgetter
 
-from kvrs.core import ledger
+from kvrs.core import kv_locations, ledger
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Link, agent_of
 from kvrs.core.model.estimates import HANDSHAKE_S, Estimate, Option
 from kvrs.core.model.member import Member
-from kvrs.core.model.streams import Predicted, Stream
+from kvrs.core.model.streams import Decision, Predicted, RestoredRows, Stream
 from kvrs.core.rules import BY_NAME
 from kvrs.core.state import State
 from kvrs.ids import InstanceId
 
 _PLAYED = (Option.MIGRATE, Option.RESTORE, Option.REUSE, Option.SPLIT, Option.RECOMPUTE)
+# Rows of the last steps of an engine, which may not be in its tier, or copied, when it dies.
+_LATE_ROWS = 3
+_MOST_RESTORED = 1000  # Restores whose count is awaited; the count of an older one is ignored.
 _MOST_STEPS = 4000  # Steps of an instance that are played; later work counts as done with the last.
 
 
@@ -253,3 +259,88 @@ def predict(state: State) -> None:
         its_s = seconds[stream.id]
         low_s, high_s = state.spread.interval(its_s)
         ledger.foretell(stream, Predicted(its_s, low_s, high_s, len(victims)))
+
+
+def settle(state: State, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
+    """Learn from a recovery that has brought a token; return its record."""
+    attempt, chosen, plan = stream.attempt, decision.chosen, stream.attempt.plan
+    real_s, predicted = now_s - attempt.started_s, attempt.predicted
+    if predicted is None:
+        return act.Settled(stream.id, attempt.number, chosen.option, chosen.next_token_s, real_s)
+    # The prediction of a redirected hand-off is for another target: it is not learned from.
+    if plan is not None and plan.decode == chosen.target:
+        if plan.asked and chosen.option is Option.RESTORE:
+            _await_count(state, stream, decision, plan, predicted, real_s)
+        else:
+            state.spread.observe(predicted.seconds, real_s, predicted.victims)
+    return act.Settled(
+        stream.id,
+        attempt.number,
+        chosen.option,
+        predicted.seconds,
+        real_s,
+        predicted.low_s,
+        predicted.high_s,
+    )
+
+
+def _await_count(
+    state: State,
+    stream: Stream,
+    decision: Decision,
+    plan: act.Plan,
+    predicted: Predicted,
+    real_s: float,
+) -> None:
+    """Learn from a restore of rows only when its target has counted what it has loaded."""
+    target, restored = state.view.members.get(plan.decode), state.restored
+    if target is None:
+        return
+    stored = [found for name, found in stream.checkpoints.items() if name in plan.asked]
+    wanted = max(run.first_page + run.pages for run in plan.runs)
+    pages = max((found.pages for found in stored), default=wanted)
+    computed = [
+        each.next_token_s
+        for each in decision.estimates
+        if each.option is Option.RECOMPUTE and each.target == plan.decode
+    ]
+    restored[stream.id, stream.attempt.number] = RestoredRows(
+        plan.asked,
+        frozenset(found.engine.id for found in stored if found.engine is not None),
+        pages * target.abilities.page_size_tokens,
+        _LATE_ROWS * target.shared.row_tokens,
+        predicted,
+        min(computed, default=None),
+        real_s,
+    )
+    if len(restored) > _MOST_RESTORED:
+        del restored[next(iter(restored))]
+
+
+def rows_counted(state: State, event: ev.RowsCounted, now_s: float) -> None:
+    """Book a restore of rows as what it was: a recompute if it has loaded less than half of what
+    was expected. The agents that were asked are then believed to have no rows of those engines
+    until they report others.
+    """
+    found = state.restored.pop((event.stream, event.attempt), None)
+    if found is None:
+        return
+    is_restore = 2 * event.loaded_tokens >= found.expected_tokens
+    option = Option.RESTORE
+    predicted_s: float | None = found.predicted.seconds
+    if not is_restore:
+        option, predicted_s = Option.RECOMPUTE, found.recompute_s
+        if found.expected_tokens > found.least_tokens:
+            kv_locations.doubt(state, found.asked, found.engines)
+    if predicted_s is not None:
+        state.spread.observe(predicted_s, found.real_s, found.predicted.victims)
+    state.actions.append(
+        act.RowsLoaded(
+            event.stream,
+            event.attempt,
+            option,
+            event.loaded_tokens,
+            found.expected_tokens,
+            found.asked,
+        )
+    )
