@@ -249,6 +249,21 @@ def test_the_folder_map_is_in_the_order_of_the_layers() -> None:
             assert not any(missing.values()), missing
 
 
+def test_the_lines_of_the_followed_stream_are_in_the_code() -> None:
+    """A reader looks for them there."""
+    page = (ROOT / "docs" / "research" / "one-stream.md").read_text()
+    quoted = re.findall(r"^\| .* \| `(kvrs/[\w/.]+)` \| `(.*)` \|$", page, re.MULTILINE)
+
+    missing = [
+        (path, line)
+        for path, line in quoted
+        if line not in map(str.strip, (ROOT / path).read_text().splitlines())
+    ]
+
+    assert len(quoted) > 15
+    assert not missing
+
+
 def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
     """Context, decision, consequences; short; a number is kept, also when others are removed."""
     numbers = [path.name.partition("-")[0] for path in DECISIONS]
