@@ -14,9 +14,6 @@ from kvrs.protocol.row_params import params_key
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
-from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.backends.sglang import SglangBackend
-from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.wire.upstream import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
@@ -62,7 +59,10 @@ def open_backend(
     instance: InstanceSettings,
     files: ModelFiles,
 ) -> Backend:
+    """Make the backend of one instance. Only its engine's module is imported."""
     if not config.cluster.backend.is_stock:
+        from kvrs.proxy.backends.pd import PdBackend
+
         return PdBackend(links, config.url_of(instance))
     identity = ConfiguredIdentity(
         instance.id,
@@ -73,5 +73,9 @@ def open_backend(
         served_name=config.cluster.served_name,
     )
     if config.cluster.backend is Engine.SGLANG:
+        from kvrs.proxy.backends.sglang import SglangBackend
+
         return SglangBackend(links, instance.url, identity)
+    from kvrs.proxy.backends.vllm import VllmBackend
+
     return VllmBackend(links, instance.url, identity, params_key(secret, instance.id))
