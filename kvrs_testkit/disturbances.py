@@ -11,7 +11,7 @@ from kvrs.config.policy import Dispatch, PolicyName
 from kvrs.core.configured import Configured
 from kvrs.core.model.member import Health
 from kvrs.core.removal import gone, remove
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import GpuHealth, GpuState
 from kvrs.transfer.meter import Measurement
 from kvrs_lab.sim.cluster import CUT, MOVED, SimCluster, holders_of, mirrored, open_streams
 from kvrs_lab.sim.engine import SimEngine

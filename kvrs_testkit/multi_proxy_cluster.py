@@ -13,7 +13,7 @@ import msgspec
 
 from kvrs.config.file import Config, parse_config
 from kvrs.core.model.member import Health
-from kvrs.protocol.tenants import TenantSecret
+from kvrs.protocol.secrets import TenantSecret
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.server import Proxy

@@ -14,8 +14,16 @@ from kvrs.net.connections import ConnectionLimits
 from kvrs.net.http import inner_server
 from kvrs.net.proving import ProvingConnector, address_of
 from kvrs.net.routes import Routes
-from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
-from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
+from kvrs.protocol.secrets import (
+    END,
+    NONCE_BYTES,
+    ClientProof,
+    ProofError,
+    Scope,
+    ScopedKey,
+    scoped_key,
+    scoped_keys,
+)
 
 
 @asynccontextmanager

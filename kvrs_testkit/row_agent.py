@@ -10,9 +10,15 @@ from kvrs.agent.regions import Regions, RowSummer
 from kvrs.agent.row_copies import RowCopier, RowCopies
 from kvrs.agent.row_port import RowPort
 from kvrs.protocol import rows
-from kvrs.protocol.proof import NONCE_BYTES, ServerProof
 from kvrs.protocol.rows import RowFrame, Space
-from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
+from kvrs.protocol.secrets import (
+    NONCE_BYTES,
+    Scope,
+    ScopedKey,
+    ServerProof,
+    scoped_key,
+    scoped_keys,
+)
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_tcp, dial_unix, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.stream import RowStream

@@ -14,7 +14,7 @@ from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import GpuHealth, GpuState
 from kvrs_lab.faults.language import Fault, parse_faults
 
 Row = dict[str, Any]

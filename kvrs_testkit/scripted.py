@@ -16,11 +16,11 @@ import msgspec
 from kvrs.ids import InstanceId, NodeId
 from kvrs.net.http import PieceWriter, answer
 from kvrs.net.routes import JSON, Request, Response, Routes
-from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import (
     NO_OTHER_NAMES,
     Capability,
+    ExpertReport,
     FenceRequest,
     InstanceInfo,
     LeaseAnswer,
@@ -32,7 +32,11 @@ from kvrs.protocol.instance import (
     RankInfo,
     RankRequest,
     ReformingReport,
+    RestartReport,
     Role,
+    SpeculationReport,
+    StageInfo,
+    StageLent,
 )
 from kvrs.protocol.openai.chunks import (
     DONE,
@@ -52,8 +56,6 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
-from kvrs.protocol.speculation import SpeculationReport
-from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_model import (
     Arithmetic,

@@ -22,8 +22,7 @@ from kvrs.engines.place import EnginePlace, namespace_of
 from kvrs.ids import InstanceId
 from kvrs.net.routes import Request, Response
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.protocol.row_params import params_key
-from kvrs.protocol.rows import RegionInfo
+from kvrs.protocol.rows import RegionInfo, params_key
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.ledger import RowLedger

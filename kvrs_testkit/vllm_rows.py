@@ -18,7 +18,7 @@ import msgspec
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.row_params import PARAMS_FIELD, params_key, seal
+from kvrs.protocol.rows import PARAMS_FIELD, params_key, seal
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.vllm_servers import PYTHON_ENV, ServerError, VllmServers, vllm_config
 

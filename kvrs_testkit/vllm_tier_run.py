@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from kvrs.engines import proof
-from kvrs.protocol.row_params import PARAMS_FIELD, seal
+from kvrs.protocol.rows import PARAMS_FIELD, seal
 from kvrs.transfer.rows.client import RowClient
 from kvrs.vllm import adapters, ledger, node, tier
 from kvrs.vllm.agents import KnownAgents

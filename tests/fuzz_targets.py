@@ -21,7 +21,7 @@ from kvrs.gossip import wire
 from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.openai.requests import ChatRequest, parse_completion_request
-from kvrs.protocol.page_messages import ProbeFrame
+from kvrs.protocol.pages import ProbeFrame
 from kvrs.proxy.wire.sse import (
     TOKEN_IDS,
     EventSplitter,

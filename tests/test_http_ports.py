@@ -13,8 +13,15 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs.net import server
-from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
-from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
+from kvrs.protocol.secrets import (
+    END,
+    NONCE_BYTES,
+    ClientProof,
+    ProofError,
+    Scope,
+    ScopedKey,
+    scoped_key,
+)
 from kvrs.proxy.server import Proxy
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.server import serve_http

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distserve_patches.cpu.memory import Handle, is_gone, open_handle
 from distserve_patches.cpu.shards import part_of
-from kvrs.protocol.parts import Part
+from kvrs.protocol.pages import Part
 
 
 @dataclass(frozen=True, slots=True)

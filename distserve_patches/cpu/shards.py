@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.parts import Part
+from kvrs.protocol.pages import Part
 from kvrs_engine.engine.layers.step import pages_per_block
 
 

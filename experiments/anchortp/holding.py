@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Cell, Tag, TrafficClass
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PullResult
 from kvrs.transfer.send_faults import SendingFaults

@@ -13,7 +13,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.recovery import RecoveryPolicy
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs_lab.sim.streams import SimStream
 from kvrs_lab.sim.world import World
 

@@ -18,7 +18,7 @@ from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement
 from kvrs.config.policy import PolicyName, RecoverySettings
 from kvrs.profiles import catalog
-from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.protocol.pages import page_tags, root_tag
 from kvrs_engine.elastic.layouts import hybrid, staged, uneven
 from kvrs_lab.sim.cluster import Outcome
 from kvrs_lab.sim.process import require

@@ -28,8 +28,7 @@ from experiments.record import Record
 from experiments.rig import session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.instance import LoadReport, SpeculationReport
 from kvrs_engine.engine.random_model import random_tokenizer, random_weights, write_model
 from kvrs_engine.engine.speculation.pairs import DRAFT_LAYERS, write_pair
 from kvrs_testkit.processes import Processes

@@ -27,8 +27,7 @@ from experiments.record import Record
 from experiments.rig import interval, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.instance import LoadReport, SpeculationReport
 from kvrs_engine.engine.speculation.pairs import write_pair
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import Processes

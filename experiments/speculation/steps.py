@@ -31,9 +31,15 @@ from experiments.rig import VOCAB_SIZE
 from experiments.speculation.gain import compared, in_turns
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import EPOCHS_PER_START, LoadReport
+from kvrs.protocol.instance import (
+    EPOCHS_PER_START,
+    Burst,
+    DraftOffer,
+    LoadReport,
+    MirrorUpdate,
+    SpeculationReport,
+)
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.protocol.speculation import Burst, DraftOffer, MirrorUpdate, SpeculationReport
 from kvrs_engine.engine.hooks import Batch, StepHook
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.server import serve_http

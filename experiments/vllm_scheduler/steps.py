@@ -36,8 +36,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from kvrs.protocol.row_params import PARAMS_FIELD, seal
-from kvrs.protocol.rows import RegionInfo
+from kvrs.protocol.rows import PARAMS_FIELD, RegionInfo, seal
 from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.agents import KnownAgents
 from kvrs.vllm.tier import KvrsTier

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvrs.agent.gpu_health import GpuClassifier, Reading
 from kvrs.errors import KvrsError
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import GpuHealth, GpuState
 
 log = logging.getLogger(__name__)
 

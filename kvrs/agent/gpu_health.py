@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import GpuHealth, GpuState
 
 # XIDs that programs cause: engine exceptions, page faults, channels torn down or stopped. They are
 # no symptoms.

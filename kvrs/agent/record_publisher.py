@@ -23,8 +23,7 @@ from kvrs.gossip.facts import (
     SlotsFact,
 )
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.gpus import GpuHealth
-from kvrs.protocol.instance import LinkReport, LoadReport, Role
+from kvrs.protocol.instance import GpuHealth, LinkReport, LoadReport, Role
 
 POLL_INTERVAL_S = 0.25  # Period at which `RecordPublisher.changes` is called.
 # Time without a report after which an instance, which reports four times per second, is lost.

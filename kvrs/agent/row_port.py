@@ -20,9 +20,8 @@ from kvrs.agent.regions import EngineRegion, Regions
 from kvrs.agent.row_copies import CopiedRows, RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.rows import RowFrame, RowHead, Space
-from kvrs.protocol.secrets import ScopedKey
+from kvrs.protocol.secrets import NONCE_BYTES, ProofError, ScopedKey, ServerProof
 from kvrs.transfer.rows.stream import PROOF_S, RowStream
 from kvrs.transfer.rows.tags import RowTagger
 from kvrs.transfer.shared_memory.passing import close_all

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from kvrs.config.cluster import Backend, ClusterSettings
 from kvrs.config.settings import Settings
-from kvrs.protocol.speculation import MOST_DRAFTS
+from kvrs.protocol.instance import MOST_DRAFTS
 
 
 class DraftSourceName(StrEnum):

@@ -47,8 +47,14 @@ from kvrs.core.model.reports import changes_decision, changes_ranks, is_repeated
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.guess import on_gpu
-from kvrs.protocol.gpus import GpuHealth
-from kvrs.protocol.instance import STORE, FetchReport, InstanceInfo, LoadReport, SlotRequest
+from kvrs.protocol.instance import (
+    STORE,
+    FetchReport,
+    GpuHealth,
+    InstanceInfo,
+    LoadReport,
+    SlotRequest,
+)
 from kvrs.protocol.rows import RowsReport
 from kvrs.sums import sum_in_order
 from kvrs.transfer.meter import Measurement

@@ -16,7 +16,7 @@ from kvrs.core.options.replay import REPLAY_S_MAX
 from kvrs.core.outliers import peers
 from kvrs.core.state import State
 from kvrs.ids import StreamId
-from kvrs.protocol.gpus import GpuState
+from kvrs.protocol.instance import GpuState
 
 # Time after coming up within which a death is quick, and number of quick deaths in a row without
 # consequence; each further process of the instance waits longer before it gets work.

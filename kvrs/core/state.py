@@ -87,7 +87,7 @@ class State:
         default_factory=lambda: defaultdict(dict)
     )
 
-    # Written by `decisions.py`.
+    # Written by `placing.py`.
     spread: Spread = field(default_factory=Spread)
     # Restores of rows that have brought a token, until their target has counted what it loaded.
     restored: dict[tuple[StreamId, int], RestoredRows] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class State:
     # Written by `steps.py`.
     differences: Differences = field(default_factory=Differences)
 
-    # Written by `starter.py`. Waiting victims of losses, which are decided together at the end of a
+    # Written by `placing.py`. Waiting victims of losses, which are decided together at the end of a
     # short pause.
     gathered: dict[StreamId, Stream] = field(default_factory=dict)
     # Recoveries that the last event has begun, with the numbers of their attempts: their times are

@@ -38,13 +38,7 @@ from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
-from kvrs.protocol.instance import (
-    NO_OTHER_NAMES,
-    AgentInfo,
-    AgentReport,
-    InstanceInfo,
-    LoadReport,
-)
+from kvrs.protocol.instance import NO_OTHER_NAMES, AgentInfo, AgentReport, InstanceInfo, LoadReport
 from kvrs.protocol.rows import NO_ROWS
 
 # First pause between attempts to reach a process; it doubles.

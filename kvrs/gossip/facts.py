@@ -33,8 +33,7 @@ from kvrs.gossip.wire import (
     encoded_bytes,
 )
 from kvrs.ids import NodeId
-from kvrs.protocol.gpus import GpuHealth
-from kvrs.protocol.instance import Role, Seconds
+from kvrs.protocol.instance import GpuHealth, Role, Seconds
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 Cause = Annotated[str, msgspec.Meta(max_length=128)]

@@ -16,8 +16,7 @@ from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.settings import netloc
 from kvrs.net.tls import Certificates
 from kvrs.process.eager_task import Signal
-from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError
-from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
+from kvrs.protocol.secrets import NONCE_BYTES, ClientProof, ProofError, Scope, ScopedKey, scoped_key
 
 # Time limit of a server's proof: a process with a busy event loop proves itself late.
 PROOF_TIMEOUT_S = 5.0

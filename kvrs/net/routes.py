@@ -19,7 +19,7 @@ from kvrs.net.connections import PortConnection
 from kvrs.net.http_request import BROKEN_BODY, Body, HttpRefusal
 from kvrs.process.eager_task import Signal
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
+from kvrs.protocol.openai.decoding import BYTE_ORDER_MARK
 
 SERVER = "kvrs"  # Value of the Server header, without a version.
 JSON = "application/json"

@@ -47,9 +47,8 @@ from kvrs.net.routes import (
 from kvrs.net.tls import Certificates, TlsServer, bind
 from kvrs.process.eager_task import EagerTask
 from kvrs.process.large_work import LARGE_BYTES
-from kvrs.protocol.openai.structure import BYTE_ORDER_MARK
-from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
-from kvrs.protocol.secrets import ScopedKey
+from kvrs.protocol.openai.decoding import BYTE_ORDER_MARK
+from kvrs.protocol.secrets import NONCE_BYTES, ProofError, ScopedKey, ServerProof
 
 log = logging.getLogger(__name__)
 

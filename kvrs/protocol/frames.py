@@ -2,7 +2,7 @@
 
 The rules of a connection:
 
-    Both ends prove the key of the server (`proof.py`), then
+    Both ends prove the key of the server (`secrets.py`), then
     client: HELLO, server: WELCOME, or REFUSED and the end.
     Then the client asks and the server answers, one question at a time:
 
@@ -22,6 +22,9 @@ message has a MAC besides (`session.py`). No field is an address, and every leng
 is compared with a bound before memory is allocated for it or its bytes are awaited. Any mistake
 raises `TransferError` that names it; the connection is then closed, since what follows cannot be
 trusted to be a frame.
+
+Checksums of the cells of a page, by which part of a stored page is checked without reading the
+rest.
 """
 
 import struct
@@ -29,26 +32,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.mapped_pages import HEAD_BYTES, PLACE_BYTES
-from kvrs.protocol.page_messages import (
+from kvrs.protocol.pages import (
+    HEAD_BYTES,
+    PLACE_BYTES,
+    TAG_BYTES,
     CheckpointClaim,
     HeldPages,
     Identity,
     OfferFrame,
+    PagePart,
+    Part,
     ProbeFrame,
     PullFrame,
     PullRequest,
     StoreCode,
     StoredRange,
     StoreFrame,
+    Tag,
     TrafficClass,
 )
-from kvrs.protocol.parts import PagePart, Part
-from kvrs.protocol.tags import TAG_BYTES, Tag
 
 VERSION = 9
 MAX_NAME_BYTES = 255
@@ -476,3 +482,29 @@ class _Reader:
     def finish(self) -> None:
         if self._offset != len(self._body):
             raise TransferError(f"{self._what} has {len(self._body) - self._offset} bytes too many")
+
+
+def cell_checksums(guarded: Bytes, cells: int) -> bytes:
+    """Return the `checksum` (8 bytes) of each of the `cells` equal runs of bytes of a page, joined
+    in order.
+    """
+    view = memoryview(guarded)
+    size = len(view) // cells
+    starts = range(0, len(view), size)
+    return b"".join([xxh3_64_digest(view[start : start + size]) for start in starts])
+
+
+def part_checksum(checksums: Bytes) -> int:
+    """Return the checksum of a part of a page, given the joined checksums of its cells, by layer
+    and then by head.
+    """
+    return checksum(checksums)
+
+
+def checksum_of(sent: Bytes, part: PagePart | None) -> int:
+    """Return the checksum for the bytes that are sent of a page: the page's own (`part` is None),
+    or that of a part, computed from its cells.
+    """
+    if part is None:
+        return checksum(sent)
+    return part_checksum(cell_checksums(sent, part.part.cells))

@@ -2,21 +2,258 @@
 
 It keeps vLLM's P/D convention (`kv_transfer_params`) and adds one object, `kvrs`, to the request
 body for kvrs's own engines.
+
+Counts of vLLM's hand-offs over NIXL, as a server reports them.
+
+`hand_off_format` of an instance is a kind and a value. NIXL refuses hand-offs between two values of
+one kind; values of two kinds cannot be compared.
+
+Messages of speculative decoding: an instance's counts, the notice of its reload, and the drafts
+that a reloading instance makes for another one.
+
+The helper connects to the verifying instance by WebSocket (`GET /kvrs/v1/drafts`, msgpack): it
+sends a `DraftOffer`, then receives lists of `MirrorUpdate` and sends lists of `Burst`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.hand_offs import HandOffReport
 from kvrs.protocol.rows import NO_ROWS, RowsReport
-from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
-from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
+
+_Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class ExpertReport(msgspec.Struct, frozen=True):
+    """Load of a mixture of experts on several ranks, and the copies of experts that even the load
+    out.
+    """
+
+    count: _Natural  # Number of experts in each layer that has experts.
+    # Number of parts of experts (a whole expert, or one of its equal divisions, of one layer) that
+    # are held a second time, on a rank that does not own them.
+    copies: _Natural
+    # Load of the busiest rank divided by the mean load of all, from the latest choices; 1.0: not
+    # known yet.
+    skew: Annotated[float, msgspec.Meta(ge=1)]
+    # By rank: tiles (up to 16 tokens through one unit) that the rank has computed since the start.
+    tiles: list[_Natural]
+    # Changes of the set of copies since the start, each to even out the load.
+    rebalances: _Natural
+    copied_bytes: _Natural  # Bytes of weights that ranks have received in `rebalances`.
+    # Reason why no more copies are made although they would help; empty: nothing prevents copies.
+    reason: str = ""
+
+
+class HandOffReport(msgspec.Struct, frozen=True):
+    """NIXL's counts in vLLM since its start."""
+
+    transfers: _Natural = 0  # Reads of a whole hand-off that the server's ranks have completed.
+    transferred_bytes: _Natural = 0
+    failed_transfers: _Natural = 0  # Failed reads, hand-shakes and notices, added.
+    # Failed notices by which decode tells prefill that it has read the blocks.
+    failed_notices: _Natural = 0
+    # Hand-offs whose lease at prefill ended before decode had read the blocks.
+    expired: _Natural = 0
+    # Notices that reached prefill after the lease had ended: decode may have read other KV.
+    late_notices: _Natural = 0
+
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class StageInfo(msgspec.Struct, frozen=True):
+    """A stage of an instance, and the process that runs its ranks."""
+
+    stage: _Natural
+    node: NodeId
+    host_pid: int  # Process that runs the ranks: a stage host, or the instance itself.
+    session: _Natural | None  # Number of the session at the stage host; None: there is no host.
+    epoch: _Natural  # Epoch of the instance when the session was opened.
+    # CPU time that the ranks have computed; each rank's starts again at 0 after 71 minutes.
+    worked_s: _Seconds
+    read_bytes: _Natural  # Bytes of weights read from files since the process began.
+    # Instance that owns the host which runs the stage now; None: this instance.
+    donor: InstanceId | None = None
+    # Pages that the instance may use, if the stage is borrowed; None: all.
+    pages: _Natural | None = None
+    # Instance of the group whose host of the stage keeps replicas of this stage's parts of full
+    # pages. None: no replicas; `unprotected` has the reason, if replicas are configured.
+    replica_to: InstanceId | None = None
+    unprotected: str | None = None
+    replica_lag_pages: _Natural = 0  # Full pages that have no replica yet.
+    # Bytes of replicas sent since the start of the instance.
+    replica_sent_bytes: _Natural = 0
+    replica_dropped_pages: _Natural = 0  # Pages that the holder did not accept or keep as replicas.
+
+
+class StageLent(msgspec.Struct, frozen=True):
+    """Pages of one of an instance's stages that another instance of the group uses."""
+
+    to: InstanceId
+    stage: _Natural
+    pages: _Natural
+
+
+class RestartReport(msgspec.Struct, frozen=True):
+    """Report of the first token of an attempt that restarted at its instance after a stage lost
+    cells.
+    """
+
+    stream: StreamId
+    attempt: _Natural
+    owner_epoch: _Natural
+    # Pages whose lost part was a replica at the stage's new host.
+    adopted_pages: _Natural
+    recomputed_tokens: _Natural  # Tokens of the history that were computed again.
+
+
+class GpuState(StrEnum):
+    """Health of a GPU; later values are worse."""
+
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"  # The GPU serves, but slower than it should, or a repair is due.
+    FAILING = "failing"  # The GPU is lost, or is likely to fail with the processes on it.
+
+
+class GpuHealth(msgspec.Struct, frozen=True, array_like=True):
+    # NVML's identifier of the board, which stays the same while indexes change as boards are lost.
+    uuid: Annotated[str, msgspec.Meta(max_length=128)]
+    index: Annotated[int, msgspec.Meta(ge=0)]  # Index that the board had when the agent started.
+    state: GpuState
+    # Cause of the state; empty if healthy.
+    reason: Annotated[str, msgspec.Meta(max_length=128)]
+    # Time at which `state` last changed, by the clock of the reporting node; other nodes compute
+    # the age of the change from the message's age.
+    since_s: float
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Kind of the GPU; empty: not reported.
+
+
+DraftId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+MAX_RELOAD_S = 60.0  # Most seconds that a reload notice may be valid.
+MAX_READY_S = 1e6
+MAX_REASON = 500  # Most characters of a reason in a report.
+MOST_DRAFTS = 64  # Most drafts of one stream beyond its verified tokens.
+MAX_MESSAGE_BYTES = 1 << 24
+# Number of tokens at which a list of updates ends and the next one begins.
+_MESSAGE_TOKENS = 1 << 18
+# Seconds between pings of both sides; a peer that does not answer within half of it is dropped.
+HEARTBEAT_S = 5.0
+
+
+class ReloadState(StrEnum):
+    """State of a reloading instance (LUMEN, section 4.4)."""
+
+    LOADING = "loading"  # The model is loading; the instance makes no drafts.
+    LOADING_DRAFT = "loading_draft"
+    ASSIST = "assist"  # The instance makes drafts, or offers them to others.
+    HOTSWAP = "hotswap"  # The model is loaded; the instance is about to serve.
+
+
+class Reload(msgspec.Struct, frozen=True):
+    """State of a reloading instance, as it reports it."""
+
+    state: ReloadState = ReloadState.LOADING
+    # The instance that gets its drafts; None: no other instance does.
+    paired_with: InstanceId | None = None
+    # Predicted seconds until the instance serves; None: not known.
+    ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_READY_S)] | None = None
+    # Reason why the instance makes no drafts; empty: it makes some, or has not decided.
+    skipped: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
+
+
+class SpeculationReport(msgspec.Struct, frozen=True):
+    """Counts of drafts since the start of an instance."""
+
+    source: str
+    active: bool = False  # True while drafts are made.
+    steps: _Natural = 0  # Steps that verified drafts; a step of n streams counts n times.
+    proposed: _Natural = 0
+    accepted: _Natural = 0
+    # Received drafts that were not proposed, because the stream had continued otherwise.
+    stale: _Natural = 0
+    helper: InstanceId | None = None  # Instance that makes the drafts; None: no other instance.
+    skipped: str = ""  # Reason why this instance, at its start, made no drafts for others.
+    reloads: dict[InstanceId, Reload] = {}  # Reloads that other instances have announced.
+
+    @property
+    def wants_helper(self) -> bool:
+        """True if the instance verifies drafts that another instance makes."""
+        return self.source == "draft"
+
+
+class ReloadNotice(msgspec.Struct, frozen=True):
+    """Body of `POST /kvrs/v1/reload`: an instance reloads and serves nothing for `ready_in_s`, or
+    until its next notice.
+    """
+
+    instance: InstanceId
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_RELOAD_S)]
+    reload: Reload = Reload()
+
+
+class DraftOffer(msgspec.Struct, frozen=True):
+    """An instance's offer of drafts. The verifier closes the connection, with the reason, if the
+    vocabularies differ or another instance already makes its drafts.
+    """
+
+    instance: InstanceId
+    vocabulary: str  # Digest of the tokenizer, and of its number of ids.
+
+
+class DraftChoice(msgspec.Struct, frozen=True):
+    """Sampling parameters of a stream, which the draft model uses too, because its drafts are then
+    right more often.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+
+class MirrorUpdate(msgspec.Struct, frozen=True):
+    """News of a stream for the helper: the begin of the stream (`choice` is given), further tokens,
+    or the end (neither).
+    """
+
+    number: _Natural
+    token_ids: list[DraftId] = []
+    choice: DraftChoice | None = None
+
+
+def in_messages(updates: Iterable[MirrorUpdate]) -> Iterator[list[MirrorUpdate]]:
+    """Split the updates, in order, into lists that each fit into a message: a new helper gets all
+    tokens of all streams at once.
+    """
+    message: list[MirrorUpdate] = []
+    tokens = 0
+    for update in updates:
+        message.append(update)
+        tokens += len(update.token_ids)
+        if tokens >= _MESSAGE_TOKENS:
+            yield message
+            message, tokens = [], 0
+    if message:
+        yield message
+
+
+class Burst(msgspec.Struct, frozen=True):
+    """Drafts for a stream, from `position` of its tokens on. `begins_anew`: earlier drafts are
+    wrong.
+    """
+
+    number: _Natural
+    position: _Natural
+    token_ids: Annotated[list[DraftId], msgspec.Meta(max_length=MOST_DRAFTS)]
+    begins_anew: bool = False
+
 
 # Number of epochs kept for one start of a process: an instance's epoch rises within a start with
 # every fence, and with every restart of a stage.
@@ -163,7 +400,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # has taken over and leases like the pages of a hand-off.
     kept: dict[StreamId, Natural] = {}
     names: ModelNames = NO_OTHER_NAMES
-    hand_off_format: str = ""  # vLLM's format (`kvrs/protocol/hand_offs.py`); empty: not reported.
+    hand_off_format: str = ""  # vLLM's format (`kvrs/protocol/instance.py`); empty: not reported.
     # Of a stock engine: path or name of the model that it has loaded, and its version.
     root: str = ""
     engine: str = ""

@@ -16,7 +16,7 @@ import msgspec
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Natural, Seconds
-from kvrs.protocol.openai.usage import EngineFacts
+from kvrs.protocol.openai.chunks import EngineFacts
 from kvrs.protocol.token_ids import packed
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]

@@ -26,8 +26,7 @@ from typing import Protocol
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import CheckpointTarget
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, StoreCode, Tag
 
 # Pause between two offers to a holder that is still receiving the handed-over pages from the
 # prefill instance.

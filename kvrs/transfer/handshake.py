@@ -1,5 +1,5 @@
-"""The hand-shake of page ports and stages: both ends prove the key of the server (`proof.py`), and
-then compare their pages.
+"""The hand-shake of page ports and stages: both ends prove the key of the server (`secrets.py`),
+and then compare their pages.
 
 The key is of one scope, and of the server's instance and node, so a server cannot pass a proof on
 to another one. HELLO, and WELCOME or REFUSED, have macs of the session already, so a client gets
@@ -12,8 +12,15 @@ from collections.abc import Callable, Sequence
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.frames import FrameType
-from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError, ServerProof
-from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
+from kvrs.protocol.secrets import (
+    NONCE_BYTES,
+    ClientProof,
+    ProofError,
+    Scope,
+    ScopedKey,
+    ServerProof,
+    scoped_key,
+)
 from kvrs.protocol.session import Session
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream

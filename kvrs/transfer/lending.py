@@ -7,11 +7,8 @@ finds invalid copies by their checksums.
 
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
-from kvrs.protocol.frames import AnswerHeader, FrameType
-from kvrs.protocol.mapped_pages import MappedPages
-from kvrs.protocol.page_messages import PullFrame
-from kvrs.protocol.parts import PagePart
+from kvrs.protocol.frames import AnswerHeader, FrameType, cell_checksums, part_checksum
+from kvrs.protocol.pages import MappedPages, PagePart, PullFrame
 from kvrs.transfer.peers import PageSource, PinnedPages
 from kvrs.transfer.shared_memory.passing import close_all
 from kvrs.transfer.shared_memory.regions import Region, in_threads

@@ -16,7 +16,7 @@ checkpoint at the next chunk and transfers of a class alternate:
 from collections import deque
 from dataclasses import dataclass
 
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 
 # Largest lateness of a turn whose missed bytes are still made up for: GCRA's tolerance, which
 # bounds a burst. It exceeds the usual lateness of a timer.

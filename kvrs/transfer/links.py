@@ -12,7 +12,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol.frames import Bytes
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.transfer.limiter import LinkTurns, Turn
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import SocketStream

@@ -18,17 +18,17 @@ import numpy as np
 
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.cell_checksums import checksum_of
-from kvrs.protocol.frames import FrameType
+from kvrs.protocol.frames import FrameType, checksum_of
 from kvrs.protocol.instance import MEMORY
-from kvrs.protocol.mapped_pages import (
+from kvrs.protocol.pages import (
     MappedPages,
+    PagePart,
+    PullFrame,
+    PullRequest,
     check_file,
     check_place,
     decode_mapped,
 )
-from kvrs.protocol.page_messages import PullFrame, PullRequest
-from kvrs.protocol.parts import PagePart
 from kvrs.transfer.connections import LocalConnectionPool, PageConnection
 from kvrs.transfer.meter import LinkMeter
 from kvrs.transfer.peers import Identity, Peer

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Protocol
 
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.cell_checksums import part_checksum
-from kvrs.protocol.page_messages import (
+from kvrs.protocol.frames import part_checksum
+from kvrs.protocol.pages import (
     CheckpointClaim,
     HeldPages,
     Identity,
+    PagePart,
     PullRequest,
     StoreCode,
+    Tag,
     TrafficClass,
 )
-from kvrs.protocol.parts import PagePart
-from kvrs.protocol.tags import Tag
 from kvrs.transfer.shared_memory.regions import Region
 
 PAGES_SOCKET = "pages"  # Name of the socket for lending pages in the directory of an agent's store.

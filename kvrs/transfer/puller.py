@@ -12,10 +12,9 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import frames
-from kvrs.protocol.cell_checksums import checksum_of
-from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType
+from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType, checksum_of
 from kvrs.protocol.instance import LinkReport
-from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
+from kvrs.protocol.pages import ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
 from kvrs.transfer.mapped import PageMapper

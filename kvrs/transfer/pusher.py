@@ -11,8 +11,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
-from kvrs.protocol.page_messages import OfferFrame, StoredRange, StoreFrame, TrafficClass
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import OfferFrame, StoredRange, StoreFrame, Tag, TrafficClass
 from kvrs.transfer.connections import ConnectionPool, PageConnection, Question
 from kvrs.transfer.links import SendingLinks, groups
 from kvrs.transfer.peers import CheckpointClaim, HeldPages, Identity, Peer, StoredPages

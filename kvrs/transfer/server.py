@@ -11,9 +11,8 @@ from pathlib import Path
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.cell_checksums import checksum_of
-from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
-from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
+from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType, checksum_of
+from kvrs.protocol.pages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
 from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.accepting import HANDSHAKE_TIMEOUT_S, AcceptLoop, listening
 from kvrs.transfer.handshake import admit

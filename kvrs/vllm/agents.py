@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrs.errors import RequestError
-from kvrs.protocol.row_params import unseal
+from kvrs.protocol.rows import unseal
 from kvrs.transfer.rows.client import RowClient
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ threads of its own, one for lookups and others for loads, so a hanging agent del
 thread meets a deadline and always answers. The first unexpected error turns the tier off: it then
 finds nothing, and vLLM computes.
 
-A request's `kv_transfer_params.kvrs` is an object of a proxy (`row_params.py`); its `agents` are
+A request's `kv_transfer_params.kvrs` is an object of a proxy (`protocol/rows.py`); its `agents` are
 ids of agents of other nodes. They are asked together with the own node's agent, whose rows are
 preferred: asking them only for the rows that the own agent lacks would let a hanging own agent hide
 their rows.
@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvrs.engines.guard import Switch, guarded
 from kvrs.engines.proof import RowProofs
-from kvrs.protocol.row_params import PARAMS_FIELD
+from kvrs.protocol.rows import PARAMS_FIELD
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.link import RegionLink
 from kvrs.vllm import adapters, ledger, node

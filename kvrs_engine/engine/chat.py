@@ -15,8 +15,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrs.errors import ConfigError, RequestError
+from kvrs.protocol.openai.decoding import MAX_TEMPLATE_VALUES, check_structure
 from kvrs.protocol.openai.requests import ChatRequest
-from kvrs.protocol.openai.structure import MAX_TEMPLATE_VALUES, check_structure
 from kvrs.protocol.openai.translated import not_supported
 
 Decoded = TypeVar("Decoded")

@@ -19,8 +19,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.openai.chunks import NOT_A_NUMBER
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import Cell, TrafficClass
 from kvrs.text.output import TextDelta
 from kvrs.transfer.puller import RecentReports
 from kvrs_engine.engine.fetching import PageFetcher

@@ -7,7 +7,7 @@ from itertools import product
 from math import inf
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.parts import PagePart, rectangles
+from kvrs.protocol.pages import PagePart, rectangles
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
 from kvrs_engine.engine.ranks.cells import WholePages

@@ -24,9 +24,10 @@ from kvrs.protocol.instance import (
     InstanceInfo,
     LoadReport,
     RankRequest,
+    ReloadNotice,
+    SpeculationReport,
 )
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.speculation import ReloadNotice, SpeculationReport
+from kvrs.protocol.pages import TrafficClass
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks

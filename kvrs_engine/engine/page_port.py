@@ -17,7 +17,7 @@ from kvrs.config.file import Config
 from kvrs.errors import TransferError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import MEMORY
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     Identity,

@@ -6,9 +6,7 @@ from typing import Any
 
 from kvrs.ids import NodeId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.experts import ExpertReport
-from kvrs.protocol.instance import ReformingReport
-from kvrs.protocol.stages import StageInfo
+from kvrs.protocol.instance import ExpertReport, ReformingReport, StageInfo
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.core import EngineCore

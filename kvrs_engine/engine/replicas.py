@@ -4,8 +4,7 @@ stream that moves here after a loss finds them in the prefix cache.
 
 from collections.abc import Callable, Sequence
 
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, Identity, Tag
 from kvrs_engine.engine.staging import PagePool, StagedPages
 from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun
 

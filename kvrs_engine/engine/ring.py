@@ -19,8 +19,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import CheckpointTarget
-from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import HeldPages, StoreCode, Tag
 from kvrs.transfer.checkpoint_backlog import CheckpointDelivery
 from kvrs.transfer.checkpoint_sender import DueRange, HolderMovedError
 from kvrs.transfer.peers import Peer
@@ -130,7 +129,7 @@ class StageRing(PageSending):
         return sum(each.sent_bytes for each in self._stages.values())
 
     def facts_of(self, stage: int) -> dict[str, Any]:
-        """Return fields of `kvrs.protocol.stages.StageInfo`."""
+        """Return fields of `kvrs.protocol.instance.StageInfo`."""
         own = next(each for each in self._stages.values() if stage in each.stage.stages)
         return {
             "replica_to": own.target,

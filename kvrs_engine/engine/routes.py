@@ -18,6 +18,7 @@ from kvrs.protocol.instance import (
     LeaseUpdate,
     RankAnswer,
     RankRequest,
+    ReloadNotice,
 )
 from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.protocol.openai.requests import (
@@ -27,7 +28,6 @@ from kvrs.protocol.openai.requests import (
     parse_completion_request,
 )
 from kvrs.protocol.secrets import Scope
-from kvrs.protocol.speculation import ReloadNotice
 from kvrs_engine.engine.admission import Admission
 from kvrs_engine.engine.answers import Answer, ChatAnswer, CompletionAnswer
 from kvrs_engine.engine.requests import GenerationRun, StepOutput

@@ -19,10 +19,10 @@ from kvrs.protocol.instance import (
     LoadReport,
     MeasuredPrefill,
     RankRequest,
+    ReloadNotice,
 )
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.protocol.speculation import ReloadNotice
-from kvrs.protocol.tags import Tag, root_tag
+from kvrs.protocol.pages import Tag, root_tag
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.engine.chat import ChatTemplate

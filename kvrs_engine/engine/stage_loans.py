@@ -18,8 +18,8 @@ from kvrs.config.engine import ElasticSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.net.http import News
-from kvrs.protocol.stages import RestartReport, StageLent
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.instance import RestartReport, StageLent
+from kvrs.protocol.pages import Tag
 from kvrs.transfer.puller import RecentReports
 from kvrs_engine.elastic.lending import Lender, terms
 from kvrs_engine.elastic.ways import Way

@@ -10,7 +10,7 @@ Invariants, checked by tests:
 
 from collections.abc import Iterable, Sequence
 
-from kvrs.protocol.speculation import MOST_DRAFTS
+from kvrs.protocol.instance import MOST_DRAFTS
 
 _MOST_AHEAD = 2 * MOST_DRAFTS + 1  # The limit of a helper's drafts (`DraftBatches`).
 

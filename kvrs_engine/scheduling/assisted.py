@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrs.ids import StreamId
-from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
+from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate
 from kvrs_engine.scheduling.alignment import Bursts
 from kvrs_engine.scheduling.sequences import Sequence
 

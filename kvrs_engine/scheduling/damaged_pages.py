@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Cell, Tag
 
 
 class DamagedPages:

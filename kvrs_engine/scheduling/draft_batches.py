@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrs.config.engine import BatchSettings
-from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
+from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate
 from kvrs_engine.scheduling.alignment import DraftMirror
 from kvrs_engine.scheduling.sequences import Chunk, pages_for
 

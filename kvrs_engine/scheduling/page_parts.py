@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvrs.ids import StreamId
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Cell, Tag
 from kvrs_engine.scheduling.damaged_pages import DamagedPages
 
 Cells = frozenset[Cell]

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvrs.ids import StreamId
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Cell, Tag
 from kvrs.release_order import ReleaseOrder, shared
 from kvrs_engine.scheduling.damaged_pages import DamagedPages
 from kvrs_engine.scheduling.page_leases import LeaseEnds, PageLease

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs.sums import sum_in_order
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.sequences import Sequence, coverable_pages

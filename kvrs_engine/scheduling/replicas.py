@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import HeldPages, StoreCode, Tag
 from kvrs_engine.scheduling.page_parts import Cells
 from kvrs_engine.scheduling.pages import PageManager
 

@@ -11,8 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.ids import StreamId
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag, page_tags
+from kvrs.protocol.pages import Cell, Tag, page_tags
 
 
 class SequencePhase(StrEnum):

@@ -6,8 +6,7 @@ from itertools import groupby
 from math import inf
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import Cell, TrafficClass
 from kvrs_engine.scheduling.sequences import Pull
 
 

@@ -8,8 +8,7 @@ from functools import partial
 from kvrs.agent.slots import SlotTable
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotRequest, SlotUpdate
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, StoreCode, Tag
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs_lab.sim.process import require
 from kvrs_lab.sim.site import LATENCY_S, OpenedPages, PageRequest, SimKeeper, Site

@@ -11,7 +11,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import Complete
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
 from kvrs_engine.scheduling.sources import PullSource
 from kvrs_lab.sim.calls import TOKEN_STRIDE, VOCABULARY, Asker, SimCall, first_token, token_at

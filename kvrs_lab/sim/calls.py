@@ -10,7 +10,7 @@ from zlib import crc32
 from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import CheckpointTarget
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrs.errors import TransferError
 from kvrs.protocol.instance import CheckpointTarget
-from kvrs.protocol.page_messages import HeldPages, TrafficClass
+from kvrs.protocol.pages import HeldPages, TrafficClass
 from kvrs.transfer.checkpoint_backlog import CheckpointDelivery
 from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange
 from kvrs.transfer.peers import Peer

@@ -14,7 +14,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.prefixes import SHARE_S
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import kv_geometry
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs_lab.sim.agent import SimAgent
 from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.first_token import FirstToken

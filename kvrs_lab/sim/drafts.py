@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvrs.config.speculation import DraftSourceName
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate, SpeculationReport
+from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate, SpeculationReport
 from kvrs_engine.scheduling.assisted import AssistedStreams, DraftCounts
 from kvrs_engine.scheduling.drafts import Proposals
 from kvrs_engine.scheduling.sequences import Chunk, Sequence

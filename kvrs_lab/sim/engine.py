@@ -18,7 +18,7 @@ from kvrs.protocol.instance import (
     MeasuredPrefill,
     Role,
 )
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs.transfer.meter import PROBE_BYTES, LinkMeter
 from kvrs_engine.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs_engine.scheduling.fair_queue import order

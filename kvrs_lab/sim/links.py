@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from kvrs.ids import NodeId
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs_lab.sim.process import Clock, SimProcess, require
 
 _traffic = attrgetter("traffic")

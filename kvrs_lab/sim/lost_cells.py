@@ -4,8 +4,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import Cell, TrafficClass
 from kvrs_engine.scheduling.sequences import Sequence
 from kvrs_engine.scheduling.sources import PullSource
 from kvrs_lab.sim.calls import RankedEngine, SimRun, checkpoints_of

@@ -14,7 +14,7 @@ from functools import partial
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ReformingReport
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import Cell
 from kvrs_engine.elastic.ways import Way
 from kvrs_lab.sim.calls import Batch, RankedEngine
 from kvrs_lab.sim.hosts import SimHost, SimLoan, StageUser

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvrs.protocol.frames import MAX_PROBE_BYTES
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.transfer.meter import PROBE_BYTES
 from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.links import CHUNK_PAGES, SimTransfer

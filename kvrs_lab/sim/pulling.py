@@ -1,7 +1,6 @@
 """The fetches of a sequence at a simulated instance, source after source, in page order."""
 
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Cell, Tag
 from kvrs_engine.scheduling.sequences import Pull, SequencePhase
 from kvrs_engine.scheduling.sources import PullSource, alike, next_source
 from kvrs_lab.sim.computing import ComputingInstance

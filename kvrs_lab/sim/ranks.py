@@ -13,7 +13,7 @@ import msgspec
 
 from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.protocol.instance import ReformingReport
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import Cell
 from kvrs_engine.elastic.experts import rebalance
 from kvrs_engine.elastic.layouts import Layout, hybrid, staged, validate
 from kvrs_engine.elastic.moving import schedule

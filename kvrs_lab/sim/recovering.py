@@ -15,8 +15,7 @@ from kvrs.config.speculation import DraftSourceName
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Role
-from kvrs.protocol.speculation import MirrorUpdate
+from kvrs.protocol.instance import MirrorUpdate, Role
 from kvrs_engine.elastic.pairing import by_congestion
 from kvrs_engine.scheduling.draft_batches import DraftBatch, DraftBatches, MirroredStream
 from kvrs_engine.scheduling.pace import Pace

@@ -11,8 +11,7 @@ from kvrs.config.file import Config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, TrafficClass
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, Tag, TrafficClass
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 from kvrs_engine.scheduling.pace import Pace

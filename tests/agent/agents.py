@@ -21,9 +21,16 @@ from kvrs.agent.server import serve
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, PullRequest
+from kvrs.protocol.pages import (
+    CheckpointClaim,
+    HeldPages,
+    Identity,
+    PullRequest,
+    Tag,
+    page_tags,
+    root_tag,
+)
 from kvrs.protocol.secrets import Scope, derive, scoped_key
-from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PullResult, StoredPages
 from kvrs.transfer.puller import PagePuller

@@ -15,7 +15,7 @@ from kvrs.gossip.membership import Membership
 from kvrs.ids import NodeId, StreamId
 from kvrs.net.proving import UnprovenError
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
-from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.pages import HeldPages, StoreCode
 from kvrs.protocol.secrets import Scope
 from kvrs.transfer.rows.tags import RowTagger
 from kvrs.transfer.store.directory import StoreDirectory, store_directory

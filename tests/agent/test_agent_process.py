@@ -13,11 +13,9 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.cell_checksums import checksum_of
+from kvrs.protocol.frames import checksum_of
 from kvrs.protocol.instance import MEMORY, AgentInfo
-from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.parts import PagePart
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import HeldPages, PagePart, StoreCode, Tag
 from kvrs.transfer import mapped
 from kvrs.transfer.store.directory import store_directory
 from tests.agent.agents import (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.agent.gpu_health import FAILING_XIDS, PROGRAM_XIDS, GpuClassifier, Reading, Thresholds
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import GpuHealth, GpuState
 
 HEALTHY, DEGRADED, FAILING = GpuState
 FINE = Reading(uuid="GPU-a", index=0, ecc_uncorrected=3)

@@ -14,7 +14,7 @@ import pytest
 from kvrs.agent import gpu as module
 from kvrs.agent.gpu import GpuMonitor, GpuSensor, NoGpusError, open_sensor
 from kvrs.agent.gpu_health import Reading
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import GpuHealth, GpuState
 from tests.agent.fake_nvml import FakeGpu, FakeNvml, error
 
 WAIT_S = 60.0

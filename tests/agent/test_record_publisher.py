@@ -20,8 +20,7 @@ from kvrs.gossip.facts import (
 )
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import LinkReport, LoadReport, Role
+from kvrs.protocol.instance import GpuHealth, GpuState, LinkReport, LoadReport, Role
 
 D0, P0 = InstanceId("d0"), InstanceId("p0")
 N1, N2 = NodeId("n1"), NodeId("n2")

@@ -22,9 +22,8 @@ from kvrs.agent.regions import ADOPTED_S, Regions
 from kvrs.agent.row_copies import RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ServerProof
 from kvrs.protocol.rows import RowFrame, Space
-from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.protocol.secrets import NONCE_BYTES, ClientProof, Scope, ServerProof, scoped_key
 from kvrs.transfer.rows.dialling import dial_unix
 from kvrs.transfer.rows.stream import RowStream
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.protocol.openai.structure import MAX_ELEMENTS
+from kvrs.protocol.openai.decoding import MAX_ELEMENTS
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of

@@ -16,13 +16,7 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import (
-    LoadReport,
-    MeasuredPrefill,
-    ModelNames,
-    Role,
-    assumed_instance,
-)
+from kvrs.protocol.instance import LoadReport, MeasuredPrefill, ModelNames, Role, assumed_instance
 
 GEOMETRY = KvGeometry(
     layers=4, kv_heads=2, head_dim=32, dtype_bytes=4, page_size_tokens=16

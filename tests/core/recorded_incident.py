@@ -14,8 +14,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import ModelNames, ReformingReport
+from kvrs.protocol.instance import GpuState, ModelNames, ReformingReport
 from kvrs.protocol.rows import NO_ROWS, CopyReport, RegionReport, RowsReport
 from tests.core.policy_harness import instance_up, load
 

@@ -22,8 +22,15 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.guess import guessed_prefill
 from kvrs.profiles.writing import write_profile
-from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, ModelNames, Role
+from kvrs.protocol.instance import (
+    AgentInfo,
+    Capability,
+    GpuHealth,
+    GpuState,
+    InstanceInfo,
+    ModelNames,
+    Role,
+)
 from kvrs_lab.sim.streams import Arrival, SimJournal, SimStream
 from tests.core.policy_harness import GEOMETRY, PREFILL, make_config
 

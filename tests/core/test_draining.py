@@ -11,7 +11,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.gpus import GpuState
+from kvrs.protocol.instance import GpuState
 from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 from tests.core.test_gpu_treatment import decoders_of, judged
 from tests.core.test_staying import reformed, reforming

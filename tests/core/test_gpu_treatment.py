@@ -6,7 +6,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.recompute import prefill_for
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.gpus import GpuState
+from kvrs.protocol.instance import GpuState
 from tests.core.policy_harness import PolicyHarness, instance_up, member, of, only
 
 S = StreamId("s")

@@ -5,8 +5,7 @@ from msgspec.structs import replace
 
 from kvrs.core.fleet.gpus import Gpus, RankDue
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import RankInfo
+from kvrs.protocol.instance import GpuHealth, GpuState, RankInfo
 
 N0 = NodeId("n0")
 

@@ -10,7 +10,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.gpus import GpuState
+from kvrs.protocol.instance import GpuState
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of, only
 
 A, B = StreamId("A"), StreamId("B")

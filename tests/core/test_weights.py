@@ -1,4 +1,4 @@
-"""Which weights count as right, by the table and the rules of `weights.py`."""
+"""Which weights count as right, by the table and the rules of `self_tests.py`."""
 
 import pytest
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.protocol.pages import page_tags, root_tag
 from kvrs_testkit.examples import examples
 
 if TYPE_CHECKING:

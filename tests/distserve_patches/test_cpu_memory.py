@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distserve_patches.cpu import memory, migration
 from distserve_patches.cpu.shards import part_of
-from kvrs.protocol.parts import Part
+from kvrs.protocol.pages import Part
 
 LAYERS, HEADS, BLOCK, HEAD_DIM = 4, 2, 16, 8
 BLOCKS = 6

@@ -1,8 +1,7 @@
 """For which instance one that is started again makes drafts."""
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.instance import LoadReport, SpeculationReport
 from kvrs_engine.elastic.pairing import by_congestion
 
 OWN, A, B, C = map(InstanceId, ("own", "a", "b", "c"))

@@ -14,7 +14,7 @@ from typing import Any
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.requests import parse_completion_request
-from kvrs.protocol.tags import page_tags
+from kvrs.protocol.pages import page_tags
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs_engine.engine.admission import Admission
 from kvrs_engine.engine.instance import EngineInstance

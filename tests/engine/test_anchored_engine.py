@@ -18,7 +18,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import EPOCHS_PER_START, MEMORY, MeasuredPrefill
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs_engine.engine.instance import EngineInstance, LoadedModel
 from kvrs_engine.engine.models.reading import WeightReading
 from kvrs_engine.engine.worker import Worker

@@ -16,7 +16,7 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import CheckpointTarget
-from kvrs.protocol.tags import Tag, root_tag
+from kvrs.protocol.pages import Tag, root_tag
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.peers import (

@@ -14,8 +14,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
-from kvrs.protocol.page_messages import CheckpointClaim
-from kvrs.protocol.tags import Tag, page_tags
+from kvrs.protocol.pages import CheckpointClaim, Tag, page_tags
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.links import SendingLinks

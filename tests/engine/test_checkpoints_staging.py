@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs.transfer.peers import PullRequest
 from kvrs_engine.engine.kv_pool import KvPool
 from kvrs_engine.engine.pages import EnginePages

@@ -25,7 +25,7 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs.proxy.wire.requests import CHAT
 from kvrs.text.output import TextDelta, load_tokenizer
 from kvrs.text.pieces import TokenPieces

@@ -15,7 +15,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
-from kvrs.protocol.tags import page_tags
+from kvrs.protocol.pages import page_tags
 from kvrs.transfer.peers import TrafficClass
 from kvrs.transfer.registry import peers_of
 from kvrs_engine.engine.hooks import StepHook

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs_engine.engine.ranks.link import LendPages, LoanWanted
 from tests.engine.test_stage_loans import PAGES, ScriptedStage, World
 

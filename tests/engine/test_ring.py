@@ -10,7 +10,7 @@ import pytest
 from kvrs.config.backup import BackupSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs.transfer.peers import Peer
 from kvrs_engine.engine.core import EngineCore
 from kvrs_engine.engine.ranks.connection import PartsRefusedError

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs.text.output import OutputText, TextDelta
 from kvrs_engine.engine.requests import GenerationRun, StepOutput
 from kvrs_engine.engine.runs import ATTEMPTS_KEPT_S, AttemptBook, FencedError, RunCore

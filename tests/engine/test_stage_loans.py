@@ -13,9 +13,8 @@ from kvrs.config.engine import ElasticSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.net.http import News
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.stages import StageLent
-from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.protocol.instance import StageLent
+from kvrs.protocol.pages import Cell, page_tags, root_tag
 from kvrs_engine.elastic import lending
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.core import EngineCore

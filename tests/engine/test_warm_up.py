@@ -11,7 +11,7 @@ from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs_engine.engine import warm_up
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.random_model import write_tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import ReloadState, SpeculationReport
+from kvrs.protocol.instance import ReloadState, SpeculationReport
 from kvrs_engine.engine.random_model import (
     random_tokenizer,
     random_weights,

@@ -13,11 +13,11 @@ from kvrs.protocol.anthropic import (
     MessageTranslator,
     chat_of,
     count_of,
+    error_of,
     message_of,
     prompt_of,
 )
-from kvrs.protocol.anthropic_errors import error_of
-from kvrs.protocol.openai.calls import Event
+from kvrs.protocol.openai.translated import Event
 from tests.protocol.test_openai_responses import BROKEN_CALLS, chat_events, chats
 
 USER = {"role": "user", "content": "u"}

@@ -12,21 +12,23 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, FrameType
-from kvrs.protocol.page_messages import (
+from kvrs.protocol.pages import (
+    TAG_BYTES,
     CheckpointClaim,
     HeldPages,
     Identity,
     OfferFrame,
+    PagePart,
+    Part,
     ProbeFrame,
     PullFrame,
     PullRequest,
     StoreCode,
     StoredRange,
     StoreFrame,
+    Tag,
     TrafficClass,
 )
-from kvrs.protocol.parts import PagePart, Part
-from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs_testkit.examples import examples
 from tests.protocol.questions import KV, sealed, unsealed
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from kvrs.errors import DamagedPageError
 from kvrs.protocol import rows
 from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
-from kvrs.protocol.gmac import Gmac
 from kvrs.protocol.rows import Space
-from kvrs.protocol.session import Session
+from kvrs.protocol.session import Gmac, Session
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
 
 SPACE = Space(bytes(32), 100)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.pages import HeldPages, StoreCode
 
 OK, FENCED, FULL = StoreCode.OK, StoreCode.FENCED, StoreCode.FULL
 

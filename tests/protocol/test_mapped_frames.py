@@ -5,13 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import TransferError
-from kvrs.protocol.mapped_pages import (
-    MappedPages,
-    PlacedPage,
-    check_file,
-    check_place,
-    decode_mapped,
-)
+from kvrs.protocol.pages import MappedPages, PlacedPage, check_file, check_place, decode_mapped
 
 U64 = st.integers(0, (1 << 64) - 1)
 

@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
+from kvrs.protocol.openai.decoding import INTEGERS, LISTS, MAX_ELEMENTS, with_whole_numbers
 from kvrs.protocol.openai.fields import BACKENDS, VLLM, ApiKind
-from kvrs.protocol.openai.numbers import INTEGERS, LISTS, with_whole_numbers
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
     read_prompt,
     read_request,
 )
-from kvrs.protocol.openai.structure import MAX_ELEMENTS
 
 MESSAGES = '"messages": [{"role": "user", "content": "4.0"}]'
 

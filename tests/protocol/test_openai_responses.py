@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
-from kvrs.protocol.openai.calls import Event
 from kvrs.protocol.openai.responses import (
     Stored,
     Tokens,
@@ -17,6 +16,7 @@ from kvrs.protocol.openai.responses import (
     encoded,
     parse_response_request,
 )
+from kvrs.protocol.openai.translated import Event
 
 TEXT = "a text that is in no error"
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
-from kvrs.protocol.openai import structure
-from kvrs.protocol.openai.structure import (
+from kvrs.protocol.openai import decoding
+from kvrs.protocol.openai.decoding import (
     MAX_DEPTH,
     MAX_ELEMENTS,
     MAX_VALUES,
@@ -41,7 +41,7 @@ def test_exactly_what_is_in_no_string_is_counted(
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(structure, "_STEP_BYTES", step)
+        patch.setattr(decoding, "_STEP_BYTES", step)
         try:
             check_structure(text, max_values=limit)
             refused = False

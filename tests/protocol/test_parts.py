@@ -5,7 +5,7 @@ cover any cells.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.protocol.parts import Part, rectangles
+from kvrs.protocol.pages import Part, rectangles
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ProofError, ServerProof
+from kvrs.protocol.secrets import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ProofError, ServerProof
 
 _BEGINNING, _NONCE = b"KVRS-PROOF/1 ", b" " + b"00" * NONCE_BYTES
 

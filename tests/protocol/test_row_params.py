@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
-from kvrs.protocol.row_params import GOOD_S, MAX_AGENTS, params_key, seal, unseal
+from kvrs.protocol.rows import GOOD_S, MAX_AGENTS, params_key, seal, unseal
 
 NOW_S = 1_800_000_000.0
 SECRET, NEWER = bytes(32), b"n" * 32

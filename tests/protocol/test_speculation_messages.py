@@ -2,12 +2,7 @@
 
 import msgspec
 
-from kvrs.protocol.speculation import (
-    MAX_MESSAGE_BYTES,
-    DraftChoice,
-    MirrorUpdate,
-    in_messages,
-)
+from kvrs.protocol.instance import MAX_MESSAGE_BYTES, DraftChoice, MirrorUpdate, in_messages
 
 CHOICE = DraftChoice(0.0, 1.0, 0, 0.0, 0)
 LARGEST_ID = (1 << 32) - 1

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvrs.core.fleet.names import ServedName
 from kvrs.protocol.instance import Adapter
-from kvrs.protocol.tags import page_tags, root_tag, salt_of
+from kvrs.protocol.pages import page_tags, root_tag, salt_of
 
 IDS = list(range(64))
 LORA = ServedName("lora", Adapter("lora", "/adapters/1").key, "tiny", "/adapters/1")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvrs.errors import UndecodableError
 from kvrs.protocol.anthropic import MessageTranslator, message_of
-from kvrs.protocol.openai import calls
-from kvrs.protocol.openai.calls import CallLog, Event
+from kvrs.protocol.openai import translated
 from kvrs.protocol.openai.responses import Tokens, Translator, parse_response_request
+from kvrs.protocol.openai.translated import CallLog, Event
 from tests.protocol.test_openai_responses import DONE, STORED
 
 HEAD = b'{"id":"chatcmpl-7","created":1,"model":"m"'
@@ -243,7 +243,7 @@ def test_a_call_without_a_name_is_a_fault() -> None:
 
 def test_the_arguments_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all its calls together, closed ones too."""
-    monkeypatch.setattr(calls, "_MOST_ARGUMENT_BYTES", 9)
+    monkeypatch.setattr(translated, "_MOST_ARGUMENT_BYTES", 9)
     log = CallLog()
     piece = {"index": 0, "function": {"name": "f", "arguments": '"ää"'}}
     log.take(msgspec.Raw(msgspec.json.encode(piece)))

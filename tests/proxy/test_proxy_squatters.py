@@ -8,8 +8,7 @@ from enum import StrEnum
 import pytest
 
 from kvrs.protocol.instance import Role
-from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof
-from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.protocol.secrets import END, NONCE_BYTES, ClientProof, Scope, scoped_key
 from kvrs_testkit.multi_proxy_cluster import open_proxy_group
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import SECRET, Scripted

@@ -2,7 +2,7 @@
 
 from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.scheduler import BatchScheduler
 from kvrs_engine.scheduling.sequences import Chunk, Pull, Sequence

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.protocol.speculation import MOST_DRAFTS
+from kvrs.protocol.instance import MOST_DRAFTS
 from kvrs_engine.scheduling.alignment import Bursts, DraftMirror
 
 DEPTH = 4

@@ -1,6 +1,6 @@
 """Streams that a helper knows: which bursts count, and what the helper is told."""
 
-from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
+from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate
 from kvrs_engine.scheduling.assisted import AssistedStreams
 from tests.scheduling.batch_steps import sequence
 

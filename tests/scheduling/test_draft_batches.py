@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.engine import EngineSettings
-from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
+from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate
 from kvrs_engine.scheduling.draft_batches import DraftBatches
 
 CHOICE = DraftChoice(0.0, 1.0, 0, 0.0, 0)

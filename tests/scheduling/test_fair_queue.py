@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs_engine.scheduling.fair_queue import TOKEN_COST, FairQueue
 from kvrs_engine.scheduling.sequences import Queue, Sequence
 from tests.scheduling.batch_steps import leading

@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs_engine.scheduling.pages import PageManager
 
 S, OTHER = StreamId("s"), StreamId("other")

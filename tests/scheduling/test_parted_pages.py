@@ -8,9 +8,7 @@ from random import Random
 import pytest
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import Cell, HeldPages, StoreCode, Tag, page_tags, root_tag
 from kvrs_engine.scheduling.page_parts import Cells
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.replicas import ReplicaBook, ReplicaRun

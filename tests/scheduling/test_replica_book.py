@@ -3,8 +3,7 @@ up.
 """
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import HeldPages, StoreCode, Tag, page_tags, root_tag
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.replicas import ReplicaBook
 

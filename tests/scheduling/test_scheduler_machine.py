@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs_engine.scheduling.fair_queue import order
 from kvrs_engine.scheduling.pages import PageManager
 from kvrs_engine.scheduling.scheduler import BatchScheduler

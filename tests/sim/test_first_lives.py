@@ -5,8 +5,7 @@ import msgspec
 from kvrs.config.file import parse_config
 from kvrs.ids import StreamId
 from kvrs.profiles.catalog import kv_geometry
-from kvrs.protocol.page_messages import CheckpointClaim
-from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.protocol.pages import CheckpointClaim, page_tags, root_tag
 from kvrs_lab.sim.cluster import PACE, SimCluster
 
 S, T = CheckpointClaim(StreamId("s"), 0, 1), CheckpointClaim(StreamId("t"), 0, 1)

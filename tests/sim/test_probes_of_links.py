@@ -4,7 +4,7 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.transfer.meter import LinkMeter
 from kvrs_lab.sim.links import SimTransfer
 from kvrs_lab.sim.streams import Arrival

@@ -4,7 +4,7 @@ import gc
 from weakref import ref
 
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs_lab.sim.links import SimLinks, SimTransfer
 from kvrs_lab.sim.process import Clock, SimProcess
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.protocol.pages import TAG_BYTES, Tag
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     CheckpointClaim,

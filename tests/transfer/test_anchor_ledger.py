@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.ids import StreamId
-from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.protocol.pages import page_tags, root_tag
 from kvrs.transfer.anchors.ledger import LedgerLayout, PageLedger, header_of
 
 PAGE_BYTES = 64

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import CheckpointTarget
-from kvrs.protocol.tags import root_tag
+from kvrs.protocol.pages import root_tag
 from kvrs.transfer.checkpoint_backlog import (
     LOOK_AGAIN_S,
     ROOM_S,

@@ -12,8 +12,16 @@ import pytest
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import checksum
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, PullRequest, StoreCode
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import (
+    CheckpointClaim,
+    HeldPages,
+    Identity,
+    PullRequest,
+    StoreCode,
+    Tag,
+    page_tags,
+    root_tag,
+)
 from kvrs.transfer.peers import PinnedPages
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore

@@ -19,11 +19,17 @@ import pytest
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
-from kvrs.protocol.cell_checksums import checksum_of
+from kvrs.protocol.frames import checksum_of
 from kvrs.protocol.instance import MEMORY
-from kvrs.protocol.page_messages import CheckpointClaim, Identity, PullRequest
-from kvrs.protocol.parts import PagePart, Part
-from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.protocol.pages import (
+    TAG_BYTES,
+    CheckpointClaim,
+    Identity,
+    PagePart,
+    Part,
+    PullRequest,
+    Tag,
+)
 from kvrs.transfer import lending, mapped, server
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (

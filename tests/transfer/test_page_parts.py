@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.protocol.cell_checksums import cell_checksums, checksum_of
-from kvrs.protocol.frames import AnswerHeader, FrameType
-from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.parts import PagePart, Part
+from kvrs.protocol.frames import AnswerHeader, FrameType, cell_checksums, checksum_of
+from kvrs.protocol.pages import HeldPages, PagePart, Part, StoreCode
 from kvrs.transfer.handshake import admit
 from kvrs.transfer.peers import PinnedPages, PullRequest, PullResult
 from kvrs.transfer.stream import SocketStream

@@ -23,11 +23,9 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, FrameType
-from kvrs.protocol.page_messages import Identity, PullFrame, PullRequest
-from kvrs.protocol.proof import END, NONCE_BYTES, ServerProof
-from kvrs.protocol.secrets import ScopedKey
+from kvrs.protocol.pages import TAG_BYTES, Identity, PullFrame, PullRequest, Tag
+from kvrs.protocol.secrets import END, NONCE_BYTES, ScopedKey, ServerProof
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
-from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer import accepting
 from kvrs.transfer.handshake import admit, introduce, key_of
 from kvrs.transfer.links import SendingLinks

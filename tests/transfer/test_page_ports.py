@@ -17,8 +17,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.page_messages import Identity
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Identity, Tag
 from kvrs.transfer.peers import HeldPages, PageSink, PageSource, PullRequest, PullResult, StoreCode
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore

@@ -15,7 +15,7 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, FrameType
-from kvrs.protocol.page_messages import StoredRange, StoreFrame
+from kvrs.protocol.pages import StoredRange, StoreFrame
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.handshake import admit, introduce
 from kvrs.transfer.links import SendingLinks

@@ -21,10 +21,9 @@ import pytest
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import HEADER_BYTES, encode_pull
-from kvrs.protocol.page_messages import PullFrame, TrafficClass
-from kvrs.protocol.proof import END
+from kvrs.protocol.pages import TAG_BYTES, PullFrame, Tag, TrafficClass
+from kvrs.protocol.secrets import END
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
-from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer import connections
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult

@@ -11,9 +11,8 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.proof import ProofError
 from kvrs.protocol.rows import RowFrame, Space
-from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs.protocol.secrets import ProofError, Scope, scoped_key
 from kvrs.transfer.rows import stream
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.dialling import dial_unix, listen_unix

@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.protocol.pages import TAG_BYTES, Tag
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller

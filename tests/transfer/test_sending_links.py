@@ -11,7 +11,7 @@ import pytest
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.protocol.frames import Bytes
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.transfer.links import SendingLink, SendingLinks, groups, split
 from kvrs.transfer.peers import HeldPages, Peer, PullRequest, StoreCode
 from kvrs.transfer.puller import PagePuller

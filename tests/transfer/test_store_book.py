@@ -1,8 +1,7 @@
 """Reservations and slots of a checkpoint store, beyond what its machine asks."""
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, StoreCode, Tag, page_tags, root_tag
 from kvrs.transfer.store.book import CheckpointBook
 
 S, T, U = StreamId("s"), StreamId("t"), StreamId("u")

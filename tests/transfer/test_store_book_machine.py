@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, StoreCode, Tag, page_tags, root_tag
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs_testkit.examples import examples
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 from kvrs.protocol.frames import checksum
-from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.slab import PageKind, Slab
 

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.protocol.row_params import seal
-from kvrs.protocol.rows import Space
+from kvrs.protocol.rows import Space, seal
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.tags import RowTags

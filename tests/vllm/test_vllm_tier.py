@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.row_params import params_key, seal
+from kvrs.protocol.rows import params_key, seal
 from kvrs_testkit.vllm_rows import KVRS, RowServers, prompt_of, regions, run_in_vllm
 from kvrs_testkit.vllm_servers import PAGE_TOKENS
 from tests.vllm.marks import REAL_VLLM

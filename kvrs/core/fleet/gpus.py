@@ -7,8 +7,7 @@ import msgspec
 
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import InstanceInfo
+from kvrs.protocol.instance import GpuHealth, GpuState, InstanceInfo
 
 _ORDER = list(GpuState)
 _HEALTHY = (GpuState.HEALTHY, "")

@@ -19,13 +19,7 @@ from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import engine_step_s, prefill_table
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import (
-    EPOCHS_PER_START,
-    AgentInfo,
-    Capability,
-    InstanceInfo,
-    Role,
-)
+from kvrs.protocol.instance import EPOCHS_PER_START, AgentInfo, Capability, InstanceInfo, Role
 
 # Number of an instance's last starts to which a late report of an exit is still attributed.
 _STARTS_KEPT = 8

@@ -11,8 +11,7 @@ import msgspec
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import InstanceInfo, LoadReport, ModelNames
+from kvrs.protocol.instance import GpuState, InstanceInfo, LoadReport, ModelNames
 from kvrs.protocol.rows import NO_ROWS, RowsReport
 
 

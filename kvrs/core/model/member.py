@@ -18,13 +18,7 @@ from kvrs.core.model.reforming import PredictedReforming
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import (
-    Capability,
-    InstanceInfo,
-    LoadReport,
-    Role,
-    assumed_instance,
-)
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, Role, assumed_instance
 
 GOES_ON_NOWHERE = "-"  # `Member.tokens` of an instance that cannot continue any output exactly.
 
@@ -362,8 +356,8 @@ class Member:
     # Digests of the tokens that the self-tests generate from one prompt, as `GREEDY:SEEDED`: of
     # instances with equal parts each generates the other's output again. Empty: not known.
     generates: str = ""
-    # True: the weights are not the right ones, or not known while others are (`fleet/weights.py`),
-    # so the instance gets new requests only if nothing else serves.
+    # True: the weights are not the right ones, or not known while others are
+    # (`fleet/self_tests.py`), so the instance gets new requests only if nothing else serves.
     is_doubted: bool = False
     # True: the watch fails although the instance delivers tokens, so it gets no new request.
     is_unwell: bool = False

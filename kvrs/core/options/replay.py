@@ -3,7 +3,7 @@
 The estimate is the prompt, by recompute or by migrate from a prefix cache, + t decode steps.
 Replay is the only exact option where the next token depends on more than the tokens before it: on
 the state of a grammar, a parser or a random generator. Only such streams are replayed, and replay
-is chosen before every other option (`core/decisions.py`).
+is chosen before every other option (`core/placing.py`).
 
 An instance with kvrs's processor is told the t tokens. Any other one generates them by itself if
 its self-test is equal to that of the instance before, and its output is compared with them. It may

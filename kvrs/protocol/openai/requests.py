@@ -10,7 +10,13 @@ import msgspec
 
 from kvrs.errors import RequestError
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
-from kvrs.protocol.openai.decoding import decode_as
+from kvrs.protocol.openai.decoding import (
+    MAX_DEPTH,
+    MAX_ELEMENTS,
+    check_structure,
+    decode_as,
+    with_whole_numbers,
+)
 from kvrs.protocol.openai.fields import (
     EMBEDDED,
     VLLM,
@@ -19,8 +25,6 @@ from kvrs.protocol.openai.fields import (
     kept_as_they_are,
     takes,
 )
-from kvrs.protocol.openai.numbers import with_whole_numbers
-from kvrs.protocol.openai.structure import MAX_DEPTH, MAX_ELEMENTS, check_structure
 from kvrs.protocol.token_ids import packed
 
 MAX_STOP_STRINGS = 16

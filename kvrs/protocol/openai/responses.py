@@ -13,14 +13,19 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import RequestError, UndecodableError
-from kvrs.protocol.openai.calls import BegunCall, CallLog, Event, chunk_of, made_of, read_error
 from kvrs.protocol.openai.chunks import ReceivedChoice
-from kvrs.protocol.openai.structure import MAX_ELEMENTS
+from kvrs.protocol.openai.decoding import MAX_ELEMENTS
 from kvrs.protocol.openai.translated import (
     AS_IN_CHAT,
+    BegunCall,
+    CallLog,
+    Event,
     Fields,
+    chunk_of,
     list_of,
+    made_of,
     not_supported,
+    read_error,
     read_fields,
     string_of,
 )

@@ -1,14 +1,23 @@
-"""Fields of requests that are translated to a chat: those of the Responses and Messages APIs."""
+"""Parts that the translations of the Responses and Messages APIs to a chat share: reading of their
+fields, and tool calls.
 
-from collections.abc import Mapping, Set
+Tool calls of a chat, put together from the pieces that engines stream, and the errors of output
+that another API cannot express.
+
+Engines name a call in its first piece. Later pieces lack id, type and name (vLLM), or have null for
+them (SGLang, and vLLM where `tool_choice` requires a call).
+"""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError, UnknownFieldError
-from kvrs.protocol.openai.decoding import decode_as, given_as
+from kvrs.errors import RequestError, UndecodableError, UnknownFieldError
+from kvrs.protocol.openai.chunks import CHUNK, ReceivedChunk
+from kvrs.protocol.openai.decoding import UNREADABLE, check_structure, decode_as, given_as
 from kvrs.protocol.openai.fields import is_among
-from kvrs.protocol.openai.structure import check_structure
 
 Fields = dict[str, Any]
 
@@ -66,3 +75,156 @@ def string_of(item: Fields, name: str, param: str) -> str:
     if not isinstance(value := item.get(name), str):
         raise not_supported(f"{param}.{name}", value, "a string")
     return value
+
+
+Event = dict[str, Any]
+
+_MOST_ARGUMENT_BYTES = 8 << 20  # Most bytes of arguments of all calls of one stream.
+
+
+class PieceFunction(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+
+
+_NO_FUNCTION = PieceFunction()
+
+
+class CallPiece(msgspec.Struct, gc=False):
+    """A piece of a streamed tool call, or a whole call of a message."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: PieceFunction | None = None
+
+    @property
+    def said(self) -> PieceFunction:
+        return self.function or _NO_FUNCTION
+
+    @property
+    def arguments(self) -> str:
+        return self.said.arguments or ""
+
+
+@dataclass(slots=True)
+class BegunCall:
+    """A tool call, as far as its pieces have come. `pieces` are those of its arguments."""
+
+    index: int
+    id: str = ""
+    type: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    is_closed: bool = False  # The client was told that the call is complete.
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
+
+    def check_named(self) -> None:
+        """Raise UndecodableError: the call begins without a name, so no client can run it."""
+        if not self.name:
+            raise UndecodableError("a tool call of the engine begins without a name")
+
+    def check_complete(self) -> None:
+        """Raise UndecodableError: the arguments are not a JSON object, so the call is not complete,
+        or no call at all.
+        """
+        arguments_of(self.arguments)
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether more pieces have to follow: the arguments are no JSON object yet. Parsers
+        of engines send text between the pieces, which belongs behind the call.
+        """
+        if not self.pieces or not self.pieces[-1].rstrip().endswith("}"):
+            return True
+        try:
+            self.check_complete()
+        except UndecodableError:
+            return True
+        return False
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.pieces.clear()
+
+
+class CallLog:
+    """Puts the calls of one stream together, by their indices."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, BegunCall] = {}
+        self._left_bytes = _MOST_ARGUMENT_BYTES
+
+    def take(self, raw: msgspec.Raw) -> tuple[BegunCall, str]:
+        """Add a piece; return its call, and what it adds to the arguments.
+
+        Raises:
+            UndecodableError: the piece is not one of a call, or it adds to a closed call.
+        """
+        try:
+            piece = _PIECE.decode(raw)
+        except UNREADABLE:
+            raise UndecodableError("the engine sent a malformed tool call") from None
+        index, arguments = piece.index or 0, piece.arguments
+        if (call := self.calls.get(index)) is None:
+            call = self.calls[index] = BegunCall(index)
+        if call.is_closed and arguments:
+            raise UndecodableError("the engine sent a piece of a tool call that was closed before")
+        call.id, call.type = call.id or piece.id or "", call.type or piece.type or ""
+        call.name = call.name or piece.said.name or ""
+        if arguments:
+            self._left_bytes -= len(arguments.encode())
+            if self._left_bytes < 0:
+                raise UndecodableError(
+                    f"the arguments of tool calls have more than {_MOST_ARGUMENT_BYTES} bytes"
+                )
+            call.pieces.append(arguments)
+        return call, arguments
+
+
+_PIECE = msgspec.json.Decoder(CallPiece)
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return a call's arguments; empty text is an object without fields.
+
+    Raises:
+        UndecodableError: they are not a JSON object.
+    """
+    try:
+        return _OBJECT.decode(text or "{}")
+    except UNREADABLE:
+        raise UndecodableError("the arguments of a tool call are not a JSON object") from None
+
+
+def chunk_of(data: bytes) -> ReceivedChunk:
+    """Decode an event of a stream. Raises UndecodableError: it is no event of a chat."""
+    try:
+        return CHUNK.decode(data)
+    except UNREADABLE:
+        raise UndecodableError("the engine sent an event that is not one of a chat") from None
+
+
+def read_error(error: Any) -> tuple[str, str, str]:
+    """Return message, type and code of a decoded error; a part that it lacks is empty."""
+    found = error if isinstance(error, dict) else {}
+    parts = [found.get(name) for name in ("message", "type", "code")]
+    message, kind, code = (part if isinstance(part, str) else "" for part in parts)
+    return message or "the stream failed", kind, code
+
+
+def made_of(events: Iterable[Event]) -> tuple[list[Event], str | None]:
+    """Return the events that could be made, and the fault that prevented the next one; None: all
+    could be made.
+    """
+    made = list[Event]()
+    try:
+        for event in events:
+            made.append(event)
+    except UndecodableError as error:
+        return made, str(error)
+    return made, None

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from kvrs.errors import RequestError
 from kvrs.net.routes import JSON, Request, Response, retry_after
-from kvrs.protocol.anthropic import PATH
-from kvrs.protocol.anthropic_errors import error_of
+from kvrs.protocol.anthropic import PATH, error_of
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.open_stream import Failed
 

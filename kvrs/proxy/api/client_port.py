@@ -26,17 +26,10 @@ from kvrs.net.http_request import NO_HEADERS
 from kvrs.net.routes import WRITTEN, Request, Response
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
 from kvrs.protocol.mirror import BYTES_PER_ID
-from kvrs.protocol.openai.chunks import (
-    CHUNK,
-    DONE,
-    TOO_LONG,
-    ReceivedChoice,
-    error_body,
-    sse,
-)
+from kvrs.protocol.openai.chunks import CHUNK, DONE, TOO_LONG, ReceivedChoice, error_body, sse
+from kvrs.protocol.openai.decoding import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
-from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.bodies import read_body
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together

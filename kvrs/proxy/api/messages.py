@@ -18,9 +18,9 @@ from kvrs.protocol.anthropic import (
     message_of,
     prompt_of,
 )
-from kvrs.protocol.openai.calls import Event
+from kvrs.protocol.openai.decoding import MAX_ELEMENTS
 from kvrs.protocol.openai.fields import VLLM
-from kvrs.protocol.openai.structure import MAX_ELEMENTS
+from kvrs.protocol.openai.translated import Event
 from kvrs.proxy.api.answers import refusal
 from kvrs.proxy.api.client_port import ClientCall, ClientPort
 from kvrs.proxy.api.passed import TOKENIZE, Passed

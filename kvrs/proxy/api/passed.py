@@ -11,10 +11,9 @@ from tokenizers import Tokenizer
 
 from kvrs.errors import ConfigError, RequestError, UnknownFieldError
 from kvrs.net.routes import Request, Response, Routes
-from kvrs.protocol.openai.decoding import decode_as
+from kvrs.protocol.openai.decoding import check_structure, decode_as
 from kvrs.protocol.openai.fields import FIELDS, VLLM, Treatment, not_supported
 from kvrs.protocol.openai.requests import HIGHEST_ID, Fields
-from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.api.answers import json_response
 from kvrs.proxy.api.client_port import ClientPort, find_model

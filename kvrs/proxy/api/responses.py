@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kvrs.errors import RequestError, UndecodableError
 from kvrs.net.routes import WRITTEN, Request, Response, Routes
 from kvrs.protocol.mirror import BYTES_PER_ID
-from kvrs.protocol.openai.chunks import UNDECODABLE, error_body
+from kvrs.protocol.openai.chunks import NO_FACTS, UNDECODABLE, error_body
 from kvrs.protocol.openai.chunks import sse as framed
 from kvrs.protocol.openai.responses import (
     CANCELLED,
@@ -30,7 +30,6 @@ from kvrs.protocol.openai.responses import (
     Translator,
     parse_response_request,
 )
-from kvrs.protocol.openai.usage import NO_FACTS
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.client_port import ClientCall, ClientPort
 from kvrs.proxy.api.response_client import ResponseClient, ResponseReader, RunningResponse

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvrs.gossip.wire import Status
 from kvrs.protocol.instance import PREFIX
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 
 Labels = tuple[str, ...]  # Values of a row's labels.
 State = Mapping[str, Any]  # Plain data: the whole state, or the row of an instance or an agent.

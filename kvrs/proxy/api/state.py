@@ -12,7 +12,7 @@ from kvrs.core.fleet.names import listed_names
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.speculation import Reload
+from kvrs.protocol.instance import Reload
 from kvrs.proxy.api.picked import cluster_load
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.open_stream import OpenStream

@@ -15,7 +15,7 @@ from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
 from kvrs.core.books.tenants import GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
 from kvrs.net.routes import Request, retry_after
-from kvrs.protocol.tenants import TenantSecret
+from kvrs.protocol.secrets import TenantSecret
 
 log = logging.getLogger(__name__)
 

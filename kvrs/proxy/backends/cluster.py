@@ -10,7 +10,7 @@ from kvrs.ids import InstanceId
 from kvrs.net.proving import instance_keys
 from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import Role
-from kvrs.protocol.row_params import params_key
+from kvrs.protocol.rows import params_key
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model

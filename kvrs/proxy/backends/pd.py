@@ -14,13 +14,7 @@ import msgspec
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.process.large_work import LARGE_BYTES
-from kvrs.protocol.instance import (
-    FenceRequest,
-    InstanceInfo,
-    LoadReport,
-    RankAnswer,
-    RankRequest,
-)
+from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport, RankAnswer, RankRequest
 from kvrs.protocol.openai.chunks import (
     NOT_A_NUMBER,
     PromptDetails,

@@ -21,12 +21,7 @@ import msgspec
 
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.profiles.guess import guessed_prefill
-from kvrs.protocol.instance import (
-    Capability,
-    InstanceInfo,
-    LoadReport,
-    WatchQuestion,
-)
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, WatchQuestion
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.proxy.backends.backend import Prefilled, RefusedError

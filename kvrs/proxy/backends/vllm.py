@@ -26,7 +26,7 @@ from kvrs.protocol.instance import (
     Role,
     WatchQuestion,
 )
-from kvrs.protocol.row_params import MAX_AGENTS, PARAMS_FIELD, seal
+from kvrs.protocol.rows import MAX_AGENTS, PARAMS_FIELD, seal
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call, limited
 from kvrs.proxy.backends.configured_identity import ConfiguredIdentity

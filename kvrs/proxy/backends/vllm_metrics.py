@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from kvrs.protocol.hand_offs import HandOffReport
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.instance import HandOffReport, SpeculationReport
 from kvrs.proxy.wire.errors import UnusableError
 
 # A number in the text; inf and nan do not match, and so count as absent.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import MEMORY, PREFIX, FetchReport, LinkReport
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.proxy.backends.bodies import RowLoad
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled

@@ -5,10 +5,8 @@ import time
 import msgspec
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.hand_offs import HandOffReport
-from kvrs.protocol.instance import LinkReport
+from kvrs.protocol.instance import HandOffReport, LinkReport, SpeculationReport
 from kvrs.protocol.openai.decoding import UNREADABLE
-from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.counted_steps import CountedSteps
 from kvrs.proxy.backends.stock_peer import StockPeer

@@ -11,7 +11,7 @@ from kvrs.core.model import events as ev
 from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import unpack_ids
-from kvrs.protocol.tenants import TenantSecret
+from kvrs.protocol.secrets import TenantSecret
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest

@@ -27,7 +27,7 @@ from kvrs.protocol.mirror import (
     SentPrompt,
     Update,
 )
-from kvrs.protocol.proof import WRONG_DOOR
+from kvrs.protocol.secrets import WRONG_DOOR
 from kvrs.proxy.fleet.orders import ProxyOrders
 from kvrs.proxy.mirror.records import PresentPeers
 from kvrs.proxy.wire.errors import UnusableError

@@ -23,11 +23,11 @@ from kvrs.protocol.openai.chunks import (
     ReceivedChoice,
     ReceivedChunk,
     error_kind,
+    facts_of,
     failure_body,
     refusal_body,
 )
 from kvrs.protocol.openai.decoding import UNREADABLE
-from kvrs.protocol.openai.usage import facts_of
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece

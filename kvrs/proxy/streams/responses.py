@@ -7,11 +7,17 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import UndecodableError
-from kvrs.protocol.openai.calls import CallLog, chunk_of
-from kvrs.protocol.openai.chunks import ReceivedChoice, ReceivedDelta, usage_of
+from kvrs.protocol.openai.chunks import (
+    EngineFacts,
+    ReceivedChoice,
+    ReceivedDelta,
+    facts_together,
+    usage_of,
+    with_facts,
+)
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.requests import ChatRequest
-from kvrs.protocol.openai.usage import EngineFacts, facts_together, with_facts
+from kvrs.protocol.openai.translated import CallLog, chunk_of
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal

@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.openai.chunks import BROKEN_REASONS, Usage, error_kind
+from kvrs.protocol.openai.chunks import BROKEN_REASONS, Usage, error_kind, facts_of
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.openai.requests import ChatRequest
-from kvrs.protocol.openai.usage import facts_of
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.relay import AnswerReader, Reported

@@ -26,7 +26,7 @@ from kvrs.gossip.facts import (
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.gpus import GpuHealth
+from kvrs.protocol.instance import GpuHealth
 from kvrs.transfer.meter import Measurement
 
 log = logging.getLogger(__name__)

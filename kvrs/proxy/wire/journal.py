@@ -14,8 +14,14 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.live_stream import mean_interval_s
 from kvrs.core.model.prefixes import Prefix
 from kvrs.ids import StreamId
-from kvrs.protocol.openai.chunks import ReceivedChoice, Usage, usage_of
-from kvrs.protocol.openai.usage import NO_FACTS, EngineFacts, with_facts
+from kvrs.protocol.openai.chunks import (
+    NO_FACTS,
+    EngineFacts,
+    ReceivedChoice,
+    Usage,
+    usage_of,
+    with_facts,
+)
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.message_parts import REASONING, TEXT, MessageParts, parsed_parts
 from kvrs.proxy.wire.prefix import prefix_of

@@ -17,12 +17,8 @@ from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.connections import ByteBudget
 from kvrs.net.routes import retry_after
-from kvrs.protocol.openai.chunks import (
-    ChatChunkChoice,
-    ChatDelta,
-    Choice,
-    Usage,
-)
+from kvrs.protocol.openai.chunks import ChatChunkChoice, ChatDelta, Choice, Usage
+from kvrs.protocol.openai.decoding import MAX_ELEMENTS
 from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
 from kvrs.protocol.openai.requests import (
     ChatRequest,
@@ -30,9 +26,8 @@ from kvrs.protocol.openai.requests import (
     read_prompt,
     read_request,
 )
-from kvrs.protocol.openai.structure import MAX_ELEMENTS
-from kvrs.protocol.tags import salt_of
-from kvrs.protocol.tenants import TenantSecret
+from kvrs.protocol.pages import salt_of
+from kvrs.protocol.secrets import TenantSecret
 from kvrs.protocol.token_ids import packed
 from kvrs.text.output import TextDelta
 

@@ -44,8 +44,7 @@ from kvrs.net.tls import Certificates
 from kvrs.process.descriptors import is_exhausted
 from kvrs.process.eager_task import Signal
 from kvrs.process.large_work import LargeWork
-from kvrs.protocol.proof import ProofError
-from kvrs.protocol.secrets import ScopedKey
+from kvrs.protocol.secrets import ProofError, ScopedKey
 from kvrs.proxy.wire.errors import (
     BusyError,
     ConnectionLostError,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from kvrs.ids import StreamId
 from kvrs.protocol.frames import checksum
-from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.protocol.pages import TAG_BYTES, Tag
 from kvrs.transfer.shared_memory.sealed import MORE_BYTES, SealedBlocks, sealed, unsealed
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,8 @@ from contextlib import suppress
 
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
-from kvrs.protocol.proof import NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.rows import RowFrame, RowHead, Space
-from kvrs.protocol.secrets import ScopedKey
+from kvrs.protocol.secrets import NONCE_BYTES, ClientProof, ProofError, ScopedKey
 from kvrs.transfer.shared_memory.passing import close_all, receive
 
 PROOF_S = 5.0

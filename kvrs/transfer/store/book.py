@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrs.ids import StreamId
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, StoreCode, Tag
 from kvrs.release_order import ReleaseOrder, shared
 
 # A slot is in exactly one state. Its users are reservations, and connections that write or read it.

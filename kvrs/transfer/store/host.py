@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, StoreCode
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import CheckpointClaim, HeldPages, Identity, StoreCode, Tag
 from kvrs.transfer.peers import PinnedPages, PullRequest
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs.transfer.store.directory import StoreDirectory

@@ -16,10 +16,8 @@ from contextlib import suppress
 
 import msgspec
 
-from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
-from kvrs.protocol.frames import CHECKSUM_BYTES, checksum
-from kvrs.protocol.page_messages import Identity
-from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.protocol.frames import CHECKSUM_BYTES, cell_checksums, checksum, part_checksum
+from kvrs.protocol.pages import TAG_BYTES, Identity, Tag
 from kvrs.transfer.shared_memory.regions import Region, reserve
 from kvrs.transfer.shared_memory.sealed import FACTS_AT, MORE_BYTES, sealed, unsealed
 from kvrs.transfer.store.directory import SLAB, StoreDirectory

@@ -15,8 +15,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.net.names import first_address
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.parts import Cell, Part
+from kvrs.protocol.pages import Cell, Part, TrafficClass
 from kvrs.protocol.secrets import Scope
 from kvrs.transfer.handshake import PeerRefusedError, introduce
 from kvrs.transfer.links import SendingLinks

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import LayoutInfo, RankInfo
-from kvrs.protocol.parts import Cell, Part
+from kvrs.protocol.pages import Cell, Part
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.moving import LinkRates
 from kvrs_engine.elastic.reforming import Reforming

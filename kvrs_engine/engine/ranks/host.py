@@ -36,7 +36,7 @@ from kvrs.ids import InstanceId
 from kvrs.net.http import naming_port
 from kvrs.process.garbage import collect_nothing_yet, keep_what_is_there
 from kvrs.process.logs import log_to_stderr
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.protocol.secrets import Scope
 from kvrs.transfer.accepting import HANDSHAKE_TIMEOUT_S, AcceptLoop, listening
 from kvrs.transfer.handshake import admit

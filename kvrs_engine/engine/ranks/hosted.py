@@ -16,8 +16,7 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.parts import Part
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Part, Tag
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.elastic.layouts import Layout

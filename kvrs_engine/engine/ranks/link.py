@@ -24,10 +24,8 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import TAG_BYTES, Cell, Tag, TrafficClass
 from kvrs.protocol.session import SESSION_MAC_BYTES
-from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.links import Sender, SendingLink
 from kvrs.transfer.stream import SocketStream, StalledError
 from kvrs_engine.elastic.layouts import Layout
@@ -234,7 +232,7 @@ class StageFacts(msgspec.Struct, frozen=True):
 
 
 class StageUse(msgspec.Struct, frozen=True):
-    """Compute time and reads of a stage's ranks, as in `kvrs.protocol.stages.StageInfo`."""
+    """Compute time and reads of a stage's ranks, as in `kvrs.protocol.instance.StageInfo`."""
 
     host_pid: int
     session: int | None

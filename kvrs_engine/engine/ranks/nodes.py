@@ -28,7 +28,7 @@ from kvrs.config.file import Config
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.parts import Cell, Part
+from kvrs.protocol.pages import Cell, Part
 from kvrs.transfer.peers import Identity, Peer
 from kvrs_engine.elastic.layouts import Layout, fresh_turns
 from kvrs_engine.elastic.placing import Turns

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvrs.config.cluster import MAX_RANKS
 from kvrs.errors import RanksLostError, TransferError
-from kvrs.protocol.parts import Part
+from kvrs.protocol.pages import Part
 from kvrs_engine.engine.layers.tiles import FLOAT_BYTES, padded_rows
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.group import RankGroup

@@ -16,7 +16,7 @@ from kvrs.config.engine import ElasticSettings
 from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.process.memory import free_bytes
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import Cell
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.reforming import (
     CarryOut,

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.parts import Cell, Part
+from kvrs.protocol.pages import Cell, Part
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.engine.layers.tiles import FLOAT_BYTES, padded_rows
 from kvrs_engine.engine.model_config import ModelConfig

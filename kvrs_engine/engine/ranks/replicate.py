@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity
 from kvrs_engine.engine.ranks.connection import BRINGING, StageAt, open_link

@@ -22,7 +22,7 @@ import msgspec
 
 from kvrs.errors import KvrsError, TransferError
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs_engine.elastic.lending import FEW_PAGES, MOST_ROUNDS
 from kvrs_engine.engine.ranks.connection import HOST_WAIT_S, StageAt, StageConnection
 from kvrs_engine.engine.ranks.link import LoanWanted, StageReady

@@ -2,7 +2,7 @@
 
 from kvrs.config.engine import ExpertSettings
 from kvrs.process.memory import free_bytes
-from kvrs.protocol.experts import ExpertReport
+from kvrs.protocol.instance import ExpertReport
 from kvrs_engine.elastic.experts import Rebalanced, TileHistory, Tiles, rebalance, skew
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import Units

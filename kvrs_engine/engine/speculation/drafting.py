@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.protocol.speculation import Burst, DraftChoice
+from kvrs.protocol.instance import Burst, DraftChoice
 from kvrs_engine.engine.sampler import SamplingParams, sample
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.draft_batches import DraftBatches

@@ -17,14 +17,15 @@ from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import LoadReport, Role
-from kvrs.protocol.speculation import (
+from kvrs.protocol.instance import (
     HEARTBEAT_S,
     MAX_MESSAGE_BYTES,
     Burst,
     DraftOffer,
+    LoadReport,
     MirrorUpdate,
     ReloadState,
+    Role,
 )
 from kvrs.text.output import load_tokenizer
 from kvrs_engine.elastic.pairing import by_congestion

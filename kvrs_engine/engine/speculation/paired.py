@@ -15,7 +15,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from kvrs.config.speculation import DraftSourceName, SpeculationSettings
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import (
+from kvrs.protocol.instance import (
     HEARTBEAT_S,
     MAX_MESSAGE_BYTES,
     Burst,

@@ -21,13 +21,7 @@ from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import ProvingConnector, instance_keys
 from kvrs.net.tls import load_certificates
-from kvrs.protocol.speculation import (
-    MAX_READY_S,
-    MAX_REASON,
-    Reload,
-    ReloadNotice,
-    ReloadState,
-)
+from kvrs.protocol.instance import MAX_READY_S, MAX_REASON, Reload, ReloadNotice, ReloadState
 from kvrs_engine.engine.anchored import AnchoredMemory
 from kvrs_engine.engine.models.reading import reading_of
 from kvrs_engine.engine.speculation.helping import DraftHelper

@@ -9,7 +9,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import EPOCHS_PER_START
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.pages import TrafficClass
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.routes import make_routes
 from kvrs_testkit.free_ports import free_ports

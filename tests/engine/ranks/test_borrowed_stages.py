@@ -17,7 +17,7 @@ import pytest
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs.transfer.stream import StalledError
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.layers.proofs import same_bytes

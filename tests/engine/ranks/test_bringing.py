@@ -11,7 +11,7 @@ import torch
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.send_faults import SendingFaults

@@ -14,7 +14,7 @@ import torch
 from kvrs.config.file import Config
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs_engine.engine.ranks.link import (
     IS_HERE,
     NOT_TAKEN,

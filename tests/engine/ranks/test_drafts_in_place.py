@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import Burst, DraftOffer, MirrorUpdate
+from kvrs.protocol.instance import Burst, DraftOffer, MirrorUpdate
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.routes import make_routes
 from kvrs_engine.engine.speculation.paired import PairedDrafts, vocabulary_digest

@@ -7,8 +7,7 @@ import torch
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.protocol.pages import TrafficClass, page_tags, root_tag
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs_engine.engine.fetching import PageFetcher
 from kvrs_engine.engine.ranks.cells import WholePages, memory_bytes

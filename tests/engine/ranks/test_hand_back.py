@@ -21,7 +21,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs.transfer.peers import Identity, Peer
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.engine.model_config import ModelConfig

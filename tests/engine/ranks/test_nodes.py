@@ -22,7 +22,7 @@ from kvrs.config.file import Config
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.parts import Part
+from kvrs.protocol.pages import Part
 from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream

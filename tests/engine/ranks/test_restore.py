@@ -16,8 +16,7 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.page_messages import TrafficClass
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.pages import Cell, TrafficClass
 from kvrs.transfer.peers import PullResult
 from kvrs_engine.elastic.layouts import hybrid, staged
 from kvrs_engine.engine.hooks import StepHook

@@ -14,8 +14,8 @@ import pytest
 from kvrs.config.file import Config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.pages import Tag
 from kvrs.protocol.secrets import Scope
-from kvrs.protocol.tags import Tag
 from kvrs.transfer.handshake import admit
 from kvrs.transfer.peers import Identity
 from kvrs.transfer.stream import SocketStream, page_socket

@@ -13,7 +13,7 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.stages import RestartReport, StageInfo
+from kvrs.protocol.instance import RestartReport, StageInfo
 from kvrs_engine.elastic.ways import Way
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.ranks.nodes import RanksOnNodes

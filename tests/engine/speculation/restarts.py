@@ -11,8 +11,7 @@ import msgspec
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.net.proving import ProvingConnector, instance_keys
-from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.instance import LoadReport, SpeculationReport
 from kvrs_testkit.processes import Processes
 
 PATIENCE_S = 60.0

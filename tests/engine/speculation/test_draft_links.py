@@ -13,7 +13,7 @@ import pytest
 from aiohttp import WSCloseCode, WSMsgType
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import MAX_MESSAGE_BYTES, Burst, DraftOffer, MirrorUpdate
+from kvrs.protocol.instance import MAX_MESSAGE_BYTES, Burst, DraftOffer, MirrorUpdate
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.speculation.paired import PairedDrafts, vocabulary_digest
 from tests.engine.serving import serving

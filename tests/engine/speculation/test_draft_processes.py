@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import Reload, ReloadState
+from kvrs.protocol.instance import Reload, ReloadState
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import (

@@ -10,7 +10,7 @@ import pytest
 
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import ReloadState
+from kvrs.protocol.instance import ReloadState
 from kvrs_engine.engine.random_model import random_tokenizer, random_weights, write_model
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import ForkedProcesses

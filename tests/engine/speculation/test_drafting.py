@@ -6,7 +6,7 @@ import pytest
 
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import ConfigError
-from kvrs.protocol.speculation import DraftChoice, MirrorUpdate
+from kvrs.protocol.instance import DraftChoice, MirrorUpdate
 from kvrs_engine.engine.sampler import SamplingParams, sample
 from kvrs_engine.engine.speculation.drafting import Drafting
 from kvrs_engine.engine.speculation.pairs import LEAST, agreement, write_pair

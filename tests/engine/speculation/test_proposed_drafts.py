@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvrs.protocol.speculation import MOST_DRAFTS
+from kvrs.protocol.instance import MOST_DRAFTS
 from kvrs_testkit.turning_experts import BAD_ID, write_turning_model
 from tests.engine.serving import serving
 

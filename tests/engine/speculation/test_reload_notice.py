@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import Reload, ReloadNotice, ReloadState
+from kvrs.protocol.instance import Reload, ReloadNotice, ReloadState
 from kvrs_engine.engine.speculation.paired import ReloadNotices
 from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import asking, instances_of

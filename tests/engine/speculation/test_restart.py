@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import ReloadState
+from kvrs.protocol.instance import ReloadState
 from kvrs_engine.engine.speculation.helping import DraftHelper
 from kvrs_engine.engine.speculation.reload import Restart
 

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvrs.protocol.tags import page_tags
+from kvrs.protocol.pages import page_tags
 from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.kv_pool import KvPool

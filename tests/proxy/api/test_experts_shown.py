@@ -2,7 +2,7 @@
 
 import msgspec
 
-from kvrs.protocol.experts import ExpertReport
+from kvrs.protocol.instance import ExpertReport
 from tests.proxy.conftest import ProxyClusterBuilder
 
 SHOWN = {

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.instance import RankInfo
-from kvrs.protocol.stages import StageInfo, StageLent
+from kvrs.protocol.instance import RankInfo, StageInfo, StageLent
 from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.browser import BROWSER, browsing

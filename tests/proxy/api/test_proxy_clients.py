@@ -15,7 +15,7 @@ from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.net import server
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.protocol.openai.structure import bytes_within
+from kvrs.protocol.openai.decoding import bytes_within
 from kvrs.proxy.api import bodies
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.proxy_cluster import ProxyCluster

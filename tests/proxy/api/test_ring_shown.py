@@ -3,8 +3,7 @@
 import asyncio
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import ReformingReport
-from kvrs.protocol.stages import RestartReport, StageInfo
+from kvrs.protocol.instance import ReformingReport, RestartReport, StageInfo
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.api.test_lending_shown import GROUP, rows
 from tests.proxy.conftest import ProxyClusterBuilder

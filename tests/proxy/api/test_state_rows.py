@@ -8,11 +8,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.experts import ExpertReport
-from kvrs.protocol.hand_offs import HandOffReport
-from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.speculation import SpeculationReport
-from kvrs.protocol.stages import StageInfo
+from kvrs.protocol.instance import (
+    ExpertReport,
+    HandOffReport,
+    LoadReport,
+    SpeculationReport,
+    StageInfo,
+)
 from kvrs.proxy.api.rows import AGENTS, INSTANCES, PROXY, StateSeries
 from kvrs.proxy.streams.metrics import Metrics
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvrs.config.tenants import key_hash
-from kvrs.protocol.tags import salt_of
+from kvrs.protocol.pages import salt_of
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_vllm import ScriptedVllm

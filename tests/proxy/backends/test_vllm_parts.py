@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.instance import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer

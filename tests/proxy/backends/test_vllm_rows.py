@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.row_params import params_key, unseal
+from kvrs.protocol.rows import params_key, unseal
 from kvrs.proxy.backends.bodies import RowLoad
 from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs_testkit.scripted import SECRET

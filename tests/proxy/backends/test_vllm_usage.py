@@ -6,8 +6,15 @@ from typing import Any
 import pytest
 
 from kvrs.ids import StreamId
-from kvrs.protocol.openai.chunks import sse, usage_of
-from kvrs.protocol.openai.usage import NO_FACTS, EngineFacts, facts_of, facts_together, with_facts
+from kvrs.protocol.openai.chunks import (
+    NO_FACTS,
+    EngineFacts,
+    facts_of,
+    facts_together,
+    sse,
+    usage_of,
+    with_facts,
+)
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.wire.journal import Journal

@@ -14,7 +14,7 @@ import pytest
 from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.tags import Tag
+from kvrs.protocol.pages import Tag
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import CheckpointClaim, Identity, Peer, StoredPages
 from kvrs.transfer.pusher import PagePusher

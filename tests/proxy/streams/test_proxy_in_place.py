@@ -9,8 +9,7 @@ import pytest
 from kvrs.core.control import Attempt
 from kvrs.core.fleet import silence
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import RankInfo, RankRequest, ReformingReport
+from kvrs.protocol.instance import GpuHealth, GpuState, RankInfo, RankRequest, ReformingReport
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release

@@ -16,7 +16,7 @@ from kvrs import __version__
 from kvrs.core.watch import DeathCause
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
+from kvrs.protocol.instance import Reload, ReloadState, SpeculationReport
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
 from kvrs.proxy.wire.errors import ConnectionLostError, UnusableError

@@ -17,12 +17,7 @@ from experiments.bench_proxy.texts import Text
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
-from kvrs.protocol.openai.chunks import (
-    ChatChunkChoice,
-    ChatDelta,
-    Choice,
-    sse,
-)
+from kvrs.protocol.openai.chunks import ChatChunkChoice, ChatDelta, Choice, sse
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient, TakeToken
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.journal import Journal

@@ -14,8 +14,7 @@ from kvrs.config.file import parse_config
 from kvrs.gossip.facts import FailureFact, HolderFact, InstanceFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
-from kvrs.protocol.gpus import GpuHealth, GpuState
-from kvrs.protocol.instance import AgentInfo, Role
+from kvrs.protocol.instance import AgentInfo, GpuHealth, GpuState, Role
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.scripted import Script, Scripted
 from tests.agent.agents import SECRET, ask, document, running, session

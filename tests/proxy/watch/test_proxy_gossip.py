@@ -15,7 +15,7 @@ from kvrs.gossip.facts import FailureFact, LinkFact
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
-from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import GpuHealth, GpuState
 from kvrs.transfer.meter import Measurement, lower_bound
 from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 from kvrs_testkit.scripted import SECRET

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvrs.core.model.prefixes import BLOCK_BYTES, NO_PREFIX, Prefix
-from kvrs.protocol.tenants import TenantSecret
+from kvrs.protocol.secrets import TenantSecret
 from kvrs.proxy.wire.exactness import is_predictable
 from kvrs.proxy.wire.prefix import prefix_of
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, Endpoint, ParsedRequest, read, salted
