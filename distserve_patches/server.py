@@ -30,10 +30,9 @@ from kvrs.net.routes import Routes
 from kvrs.protocol import frames
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.protocol.instance import EPOCHS_PER_START, Role
-from kvrs.text.output import load_tokenizer
-from kvrs.text.pieces import TokenPieces
+from kvrs.text.output import TokenPieces, load_tokenizer
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.elastic import grain
 from kvrs_engine.engine.chat import load_chat_template
 from kvrs_engine.engine.model_config import ModelConfig

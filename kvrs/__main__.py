@@ -4,7 +4,7 @@ import gc
 import signal
 import sys
 
-from kvrs.process.garbage import collect_nothing_yet
+from kvrs.process.memory import collect_nothing_yet
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from kvrs.process.garbage import collect_nothing_yet
+from kvrs.process.memory import collect_nothing_yet
 from kvrs_engine.engine.nursery import Nursery, tend
 
 _MAX_MESSAGE_BYTES = 1 << 18  # The environment is in it.

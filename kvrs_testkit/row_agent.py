@@ -20,8 +20,14 @@ from kvrs.protocol.secrets import (
     scoped_keys,
 )
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_tcp, dial_unix, listen_tcp, listen_unix, remove_unix
-from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.connections import (
+    RowStream,
+    dial_tcp,
+    dial_unix,
+    listen_tcp,
+    listen_unix,
+    remove_unix,
+)
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
 from kvrs_testkit.row_engine import AGENT, DIAL_S, RowEngine
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from kvrs.protocol.rows import RegionInfo
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.transfer.rows.dialling import dial_unix
+from kvrs.transfer.rows.client import RegionLink
+from kvrs.transfer.rows.connections import dial_unix
 from kvrs.transfer.rows.ledger import RowLedger
-from kvrs.transfer.rows.link import RegionLink
 
 KEY_BYTES = 36
 AGENT = "agent"

@@ -9,7 +9,7 @@ from kvrs.config.file import Config
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.frames import checksum
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
-from kvrs.transfer.store.slab import Slab
+from kvrs.transfer.store.host import Slab
 
 _NAN = struct.pack("<f", math.nan)
 

@@ -7,7 +7,7 @@ import pytest
 
 PILED_UP = """
 import gc
-from kvrs.process.garbage import keep_what_is_there
+from kvrs.process.memory import keep_what_is_there
 
 class Circle:
     collected = 0

@@ -12,8 +12,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.config.logs import LogLevel
 from kvrs.errors import ConfigError
-from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS, log_to
-from kvrs.process.row_log import RowLog
+from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS, RowLog, log_to
 
 log = logging.getLogger("kvrs.tests")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.pages import Cell, Tag, TrafficClass
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PullResult
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore

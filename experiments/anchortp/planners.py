@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.config.engine import ElasticSettings, EngineSettings
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import Layout, staged, uneven
 from kvrs_engine.elastic.plans import HOST, Move, plan

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from experiments.sentinels.rates import Model, room_tokens
 from kvrs.profiles import catalog
-from kvrs.profiles.schema import PrefillPoints
+from kvrs.profiles.catalog import PrefillPoints
 from kvrs_engine.elastic.layouts import Layout, Stage, hybrid, staged, uneven
 from kvrs_engine.elastic.placing import least_loaded
 from kvrs_engine.elastic.speed import Shares, shares

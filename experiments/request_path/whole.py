@@ -14,7 +14,7 @@ import msgspec
 from kvrs.config.file import Config
 from kvrs.net.connections import ConnectionLimits
 from kvrs.net.server import HttpConnection, HttpServer
-from kvrs.process.garbage import keep_what_is_there
+from kvrs.process.memory import keep_what_is_there
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import sse, usage_of
 from kvrs.proxy.api.client_port import ClientPort

@@ -34,10 +34,10 @@ from kvrs.protocol import frames
 from kvrs.protocol.pages import TAG_BYTES, Tag
 from kvrs.protocol.rows import Space
 from kvrs.protocol.session import GMAC_BYTES, Gmac
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs_testkit.row_agent import SECRET, RowAgent, until
 from kvrs_testkit.row_engine import RowEngine, key_of

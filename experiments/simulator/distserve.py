@@ -33,7 +33,7 @@ from experiments.simulator.beside import (
 )
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
-from kvrs.profiles.schema import DecodeFit, PrefillQuadratic
+from kvrs.profiles.catalog import DecodeFit, PrefillQuadratic
 
 PACE = "opt-13b-a100-distserve-tp1"
 # Beside its fits, its worker adds to each step 2 ms and 0.0001 ms for each token of context, and to

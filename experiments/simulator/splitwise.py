@@ -39,7 +39,7 @@ from experiments.simulator.beside import (
 )
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
-from kvrs.profiles.schema import DecodeRows, PrefillPoints
+from kvrs.profiles.catalog import DecodeRows, PrefillPoints
 from kvrs.protocol.geometry import KvGeometry
 
 MODEL, GPU, GPUS = "llama2-70b", "a100-80gb", 8

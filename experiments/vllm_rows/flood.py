@@ -28,7 +28,7 @@ from experiments.vllm_rows.ring import TieredVllms
 from kvrs.protocol.rows import Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_tcp, dial_unix
+from kvrs.transfer.rows.connections import dial_tcp, dial_unix
 from kvrs.transfer.rows.tags import RowTags
 from kvrs.transfer.store.directory import row_directory
 from kvrs_testkit.row_agent import look_up

@@ -18,8 +18,8 @@ from kvrs.agent.server import serve
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
-from kvrs.process.garbage import collect_nothing_yet
 from kvrs.process.logs import log_to_stderr
+from kvrs.process.memory import collect_nothing_yet
 
 
 def run_agent(read: Callable[[], Config], node: NodeId) -> None:

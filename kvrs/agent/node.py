@@ -26,11 +26,11 @@ from kvrs.net.tls import load_certificates
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
 from kvrs.protocol.rows import RowsReport
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
-from kvrs.transfer.anchors.files import AnchoredFiles
+from kvrs.transfer.anchors import AnchoredFiles
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.rows.dialling import dial_tcp, listen_tcp, listen_unix, remove_unix
+from kvrs.transfer.rows.connections import dial_tcp, listen_tcp, listen_unix, remove_unix
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, row_directory, store_directory
 from kvrs.transfer.store.host import HostStore, UnreportedChanges

@@ -19,8 +19,8 @@ from kvrs.ids import NodeId
 from kvrs.protocol import rows
 from kvrs.protocol.rows import CopyReport, RowFrame, Space, short
 from kvrs.protocol.secrets import ScopedKey
-from kvrs.transfer.rows.link import ToldOnce
-from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.client import ToldOnce
+from kvrs.transfer.rows.connections import RowStream
 
 log = logging.getLogger(__name__)
 

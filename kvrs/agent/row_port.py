@@ -22,9 +22,9 @@ from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, RowHead, Space
 from kvrs.protocol.secrets import NONCE_BYTES, ProofError, ScopedKey, ServerProof
-from kvrs.transfer.rows.stream import PROOF_S, RowStream
+from kvrs.transfer.rows.connections import PROOF_S, RowStream
 from kvrs.transfer.rows.tags import RowTagger
-from kvrs.transfer.shared_memory.passing import close_all
+from kvrs.transfer.shared_memory import close_all
 from kvrs.transfer.stream import tune
 
 log = logging.getLogger(__name__)

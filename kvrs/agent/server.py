@@ -17,7 +17,7 @@ from kvrs.ids import NodeId
 from kvrs.net.connections import ConnectionLimits
 from kvrs.net.http import inner_server, naming_port
 from kvrs.process.descriptors import raise_descriptor_limit
-from kvrs.process.garbage import keep_what_is_there
+from kvrs.process.memory import keep_what_is_there
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.fault_route import add_fault_route
 

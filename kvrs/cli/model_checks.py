@@ -9,8 +9,8 @@ from kvrs.cli.findings import Finding, bad, doubtful
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
+from kvrs.profiles.catalog import Profile
 from kvrs.profiles.guess import size_of
-from kvrs.profiles.schema import Profile
 from kvrs.proxy.backends.model_files import how_to_get
 from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 

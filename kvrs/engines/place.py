@@ -16,10 +16,9 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.protocol.rows import RegionInfo, Space
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_first, dial_tcp
+from kvrs.transfer.rows.client import RegionLink, RowClient
+from kvrs.transfer.rows.connections import dial_first, dial_tcp
 from kvrs.transfer.rows.ledger import RowLedger
-from kvrs.transfer.rows.link import RegionLink
 from kvrs.transfer.rows.tags import RowTags
 from kvrs.transfer.store.directory import row_directory
 

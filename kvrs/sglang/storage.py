@@ -33,7 +33,7 @@ from kvrs.protocol.rows import HOLDS_ABORTED, SGLANG_VARIABLE, RegionInfo
 from kvrs.sglang import space
 from kvrs.sglang.pages import MAX_ASKED, Pages
 from kvrs.sglang.region import PageRegion
-from kvrs.transfer.rows.link import RegionLink
+from kvrs.transfer.rows.client import RegionLink
 
 log = logging.getLogger(__name__)
 

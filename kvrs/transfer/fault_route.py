@@ -13,7 +13,7 @@ from kvrs.errors import RequestError
 from kvrs.ids import NodeId
 from kvrs.net.routes import JSON, Request, Response, Routes
 from kvrs.protocol.fault_orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
-from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.limiter import SendingFaults
 
 log = logging.getLogger(__name__)
 

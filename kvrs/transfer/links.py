@@ -13,8 +13,7 @@ from kvrs.errors import TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol.frames import Bytes
 from kvrs.protocol.pages import TrafficClass
-from kvrs.transfer.limiter import LinkTurns, Turn
-from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.limiter import LinkTurns, SendingFaults, Turn
 from kvrs.transfer.stream import SocketStream
 
 # Number of keepalive bytes that a waiting transfer sends per stall timeout, because a peer gives up

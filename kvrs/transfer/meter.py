@@ -25,7 +25,7 @@ spread after a step upwards is the step, so that decisions still count on the lo
 take `lower_bound`: rate - spread - rate * DRIFT * sqrt(age).
 
 Times are those of arrival, which may lie before the bytes are read, without those in which the
-sender waited for the reader (`arrivals.py`). Probes are for links without traffic of their own:
+sender waited for the reader (`stream.py`). Probes are for links without traffic of their own:
 long enough that a rate is seen in them, and all that are sent over a link together take no more
 than a share of what it carries. Their first half is not measured. A probe that tells of another
 rate, or is the first of all, is followed at once by one that takes `PROBE_S` at that rate; the next

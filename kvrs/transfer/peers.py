@@ -18,7 +18,7 @@ from kvrs.protocol.pages import (
     Tag,
     TrafficClass,
 )
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 
 PAGES_SOCKET = "pages"  # Name of the socket for lending pages in the directory of an agent's store.
 

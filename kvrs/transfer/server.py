@@ -1,36 +1,281 @@
 """Server of a page port: it serves the pages of an instance or agent to peers with the cluster's
 secret, and stores pages if there is a sink.
+
+Server side of MAP: it pins the pages, and sends descriptors of its files with the pages'
+offsets, for mapping.
+
+Pins end with the client's UNMAP, with its connection, or after the stall timeout: a slower client
+finds invalid copies by their checksums.
+
+The accept loop of page ports and stages' hosts, with bounds on peers and on strangers.
 """
 
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType, checksum_of
-from kvrs.protocol.pages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
-from kvrs.protocol.session import SESSION_MAC_BYTES, Session
-from kvrs.transfer.accepting import HANDSHAKE_TIMEOUT_S, AcceptLoop, listening
-from kvrs.transfer.handshake import admit
-from kvrs.transfer.lending import LentFile
-from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
-from kvrs.transfer.peers import (
-    PAGES_SOCKET,
-    Identity,
-    Incoming,
-    PageSink,
-    PageSource,
-    PinnedPages,
+from kvrs.protocol.frames import (
+    AnswerHeader,
+    Bytes,
+    FrameType,
+    cell_checksums,
+    checksum_of,
+    part_checksum,
 )
-from kvrs.transfer.send_faults import SendingFaults
-from kvrs.transfer.shared_memory.passing import foreign_user, listen_in, remove_in
-from kvrs.transfer.stream import Filling, SocketStream
+from kvrs.protocol.pages import (
+    HeldPages,
+    MappedPages,
+    PagePart,
+    ProbeFrame,
+    PullFrame,
+    StoredRange,
+    TrafficClass,
+)
+from kvrs.protocol.session import SESSION_MAC_BYTES, Session
+from kvrs.transfer.connections import admit
+from kvrs.transfer.limiter import SendingFaults
+from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
+from kvrs.transfer.peers import PAGES_SOCKET, Identity, Incoming, PageSink, PageSource, PinnedPages
+from kvrs.transfer.shared_memory import (
+    Region,
+    close_all,
+    foreign_user,
+    in_threads,
+    listen_in,
+    remove_in,
+)
+from kvrs.transfer.stream import Filling, SocketStream, StalledError, page_socket, readable
+
+
+class LentFile:
+    """Lends pages of one file over one connection; the file's descriptor is sent with the first
+    answer.
+    """
+
+    def __init__(self, stream: SocketStream, source: PageSource) -> None:
+        self._stream = stream
+        self._source = source
+        self._region: Region | None = None
+
+    async def lend(self, pull: PullFrame) -> None:
+        """Answer a MAP frame, and keep its pages pinned until the client's UNMAP.
+
+        Raises:
+            TransferError: the request includes a tail, or no UNMAP comes before the stall timeout.
+        """
+        request = pull.request
+        if request.tail_index is not None:
+            raise TransferError("MAP of a tail; allowed: full pages, or a part of each")
+        async with self._source.pinned(request) as pinned:
+            await self._answer(pull.request_id, pinned, request.part)
+            await self._stream.receive_question(FrameType.UNMAP)
+
+    async def _answer(self, request_id: int, pinned: PinnedPages, part: PagePart | None) -> None:
+        region, known = pinned.region, self._region
+        if region is None or known not in (None, region):
+            raise TransferError("MAP of pages in another file")
+        checksums = await _checksums(pinned, part)
+        places = tuple(zip(pinned.offsets, checksums, strict=True))
+        payload = MappedPages(region.size_bytes if known is None else 0, places).encode()
+        answer = AnswerHeader(FrameType.MAPPED, request_id, len(places), 0, len(payload))
+        start = self._stream.session.answer(answer, payload)
+        descriptors: list[int] = []
+        try:
+            if known is None:
+                descriptors.append(region.open())
+            await self._stream.send_with(descriptors, start + payload)
+        except OSError as error:
+            raise TransferError(f"pages cannot be mapped: {error}") from None
+        finally:
+            close_all(descriptors)
+        self._region = region
+
+
+async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:
+    """Return the checksums of the pinned pages, or of their `part`. Those of pages that were never
+    stored are computed now.
+    """
+    found = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
+    unknown = [index for index, checksum in enumerate(found) if checksum is None]
+
+    def compute() -> None:
+        for index in unknown:
+            found[index] = _checksum(pinned.pages[index], part)
+
+    await in_threads(sum(pinned.pages[index].nbytes for index in unknown), [compute])
+    return [checksum for checksum in found if checksum is not None]
+
+
+def _checksum(page: memoryview, part: PagePart | None) -> int:
+    if part is None:
+        return frames.checksum(page)
+    runs = part.runs(page)
+    cells = part.part.cells // len(runs)
+    return part_checksum(b"".join([cell_checksums(run, cells) for run in runs]))
+
 
 log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+# Most connections that have not ended their hand-shake. A further one closes the oldest of the
+# address with the most such connections: a silent one if there is any, once it has had `_CHANCE_S`
+# to say its first byte; else one that has had `_GRACE_S`, in which every peer's hand-shake is over.
+# Until then it waits.
+MAX_STRANGERS = 256
+_CHANCE_S, _GRACE_S = 0.02, 0.5
+HANDSHAKE_TIMEOUT_S = 5.0
+_BACKLOG = 512
+
+# Pause of accepting after an error such as a lack of file descriptors: other connections must close
+# before a new one can be accepted.
+_PAUSE_S = 0.1
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address. Raises OSError: it cannot be bound."""
+    listener = page_socket(host)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class AcceptLoop:
+    """Serves each connection in a task of its own. The task closes the connection, and may end at
+    any error of the peer.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
+        failed: Callable[[BaseException], None] = lambda bug: None,
+    ) -> None:
+        """`serve` calls `proven` once the hand-shake of its connection is over; `failed` is called
+        with an exception that `serve` raises by a bug.
+        """
+        self._serve, self._failed = serve, failed
+        # Listening sockets, by the task that accepts their connections.
+        self._listeners: dict[asyncio.Task[None], socket.socket] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        # Client's address and time of accepting of each connection whose hand-shake is not over,
+        # oldest first; and those of them that have said nothing.
+        self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
+        self._silent: dict[asyncio.Task[None], tuple[str, float]] = {}
+        self._handshake_over = asyncio.Event()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections of the socket until `close`, which also closes the socket."""
+        self._listeners[asyncio.create_task(self._accept(listener))] = listener
+
+    def proven(self) -> None:
+        """Note that the hand-shake of the calling task's connection is over."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._no_stranger(task)
+
+    async def close(self) -> None:
+        """Stop listening and cut every connection."""
+        tasks = [*self._connections, *self._listeners]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._listeners.values():
+            listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            # After a failure dozens of peers connect at once: they wait, and none is refused.
+            await readable(listener, None)
+            await self._make_room()
+            sock, address = await _accepted(listener)
+            # Nothing is awaited before the connection has its task: a cancellation there would
+            # leave the connection open.
+            if len(self._connections) - len(self._strangers) >= MAX_PEERS:
+                sock.close()
+                continue
+            task = asyncio.create_task(self._begin(sock))
+            self._connections.add(task)
+            self._strangers[task] = address, asyncio.get_running_loop().time()
+            self._silent[task] = self._strangers[task]
+            task.add_done_callback(partial(self._finished, sock))
+
+    async def _begin(self, sock: socket.socket) -> None:
+        """Serve a connection once its client has said something."""
+        try:
+            await readable(sock, HANDSHAKE_TIMEOUT_S)
+        except StalledError:
+            sock.close()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._silent.pop(task, None)
+        await self._serve(sock)
+
+    async def _make_room(self) -> None:
+        """Wait until fewer than `MAX_STRANGERS` connections are in their hand-shake, or end one."""
+        while len(self._strangers) >= MAX_STRANGERS:
+            some, grace_s = self._strangers, _GRACE_S
+            if self._silent:
+                some, grace_s = self._silent, _CHANCE_S
+            counts = Counter(address for address, _ in some.values())
+            ((crowd, _),) = counts.most_common(1)
+            oldest, since_s = next(
+                (task, since_s) for task, (address, since_s) in some.items() if address == crowd
+            )
+            left_s = since_s + grace_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                del self._strangers[oldest]
+                self._silent.pop(oldest, None)
+                oldest.cancel()
+                continue
+            self._handshake_over.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._handshake_over.wait()
+
+    def _no_stranger(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._silent.pop(task, None)
+        self._handshake_over.set()
+
+    def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        # A task that was cancelled before it ran has not closed its socket.
+        sock.close()
+        self._connections.discard(task)
+        self._no_stranger(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            log.error("connection closed by a bug", exc_info=bug)
+            self._failed(bug)
+
+
+async def _accepted(listener: socket.socket) -> tuple[socket.socket, str]:
+    """Accept the next connection; return it with its client's address. A cancelled call has
+    accepted no connection.
+    """
+    while True:
+        try:
+            await readable(listener, None)
+            sock, address = listener.accept()
+            return sock, str(address[0]) if address else "this host"
+        except BlockingIOError:
+            continue  # The client left before it was accepted.
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error)
+            await asyncio.sleep(_PAUSE_S)
+
 
 _PROBE_PIECE = bytes(1 << 16)
 

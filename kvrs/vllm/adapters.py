@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrs.engines import files
+from kvrs.engines import fingerprint
 from kvrs.errors import KvrsError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class LoraAdapter:
         self._lock = threading.Lock()
         self._paths: list[Path] = []
         self._digest = b""
-        self._signature: files.Signature | None = None
+        self._signature: fingerprint.Signature | None = None
         self._refused = False
 
     def learn(self) -> None:
@@ -42,10 +42,10 @@ class LoraAdapter:
                 if not self._directory.is_dir():
                     raise KvrsError(f"{self._directory} is not a directory")
                 found = sorted(self._directory.rglob("*"))
-                self._paths = [*files.on_the_way(self._directory), *found]
-                signature = files.signature_of(self._paths)
-                digest = files.digest_of(each for each in found if each.is_file())
-                if signature != files.signature_of(self._paths):
+                self._paths = [*fingerprint.on_the_way(self._directory), *found]
+                signature = fingerprint.signature_of(self._paths)
+                digest = fingerprint.digest_of(each for each in found if each.is_file())
+                if signature != fingerprint.signature_of(self._paths):
                     raise KvrsError(f"{self._directory} changes")
                 self._digest, self._signature = digest, signature
             except (KvrsError, OSError) as error:
@@ -60,7 +60,7 @@ class LoraAdapter:
         if self._signature is None or self._refused:
             return []
         try:
-            if files.signature_of(self._paths) != self._signature:
+            if fingerprint.signature_of(self._paths) != self._signature:
                 raise KvrsError(f"{self._directory} has changed")
         except (KvrsError, OSError) as error:
             self._refuse(error)

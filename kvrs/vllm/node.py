@@ -10,7 +10,7 @@ import msgspec
 from kvrs.engines.place import EnginePlace, namespace_of
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.protocol.rows import RegionInfo, params_key
-from kvrs.transfer.rows.link import RegionLink, unlink_region
+from kvrs.transfer.rows.client import RegionLink, unlink_region
 from kvrs.vllm import ledger, space
 from kvrs.vllm.agents import KnownAgents
 

@@ -32,8 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvrs.engines.guard import Switch, guarded
 from kvrs.engines.proof import RowProofs
 from kvrs.protocol.rows import PARAMS_FIELD
-from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.link import RegionLink
+from kvrs.transfer.rows.client import RegionLink, RowClient
 from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.adapters import BASE, LoraAdapter
 from kvrs.vllm.agents import KnownAgents

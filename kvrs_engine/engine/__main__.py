@@ -16,8 +16,8 @@ from pathlib import Path
 from kvrs.config.file import load_config, read_secrets
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 from kvrs.ids import InstanceId
-from kvrs.process.garbage import collect_nothing_yet
 from kvrs.process.logs import log_to_stderr
+from kvrs.process.memory import collect_nothing_yet
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

@@ -23,11 +23,18 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.protocol.instance import MeasuredPrefill
-from kvrs.transfer.anchors.files import AnchoredFiles, AnchorError, NoAgentError
-from kvrs.transfer.anchors.ledger import FORMAT, KeptPages, LedgerLayout, PageLedger
+from kvrs.transfer.anchors import (
+    FORMAT,
+    AnchoredFiles,
+    AnchorError,
+    KeptPages,
+    LedgerLayout,
+    NoAgentError,
+    PageLedger,
+)
 from kvrs.transfer.peers import PagePlace
-from kvrs.transfer.shared_memory.regions import Region, map_file
-from kvrs.transfer.shared_memory.sealed import kind_of
+from kvrs.transfer.sealed import kind_of
+from kvrs.transfer.shared_memory import Region, map_file
 from kvrs.transfer.store.directory import store_directory
 from kvrs_engine.elastic import grain
 from kvrs_engine.engine.hooks import Batch, StepHook

@@ -23,8 +23,7 @@ from kvrs.protocol.openai.chunks import (
     usage_of,
 )
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.text.output import TextDelta
-from kvrs.text.pieces import TokenPieces
+from kvrs.text.output import TextDelta, TokenPieces
 from kvrs_engine.engine.requests import GenerationRun, OutputToken, StepOutput
 from kvrs_engine.engine.sampler import SampledLogprobs
 

@@ -12,9 +12,8 @@ from kvrs.config.backup import BackupSettings
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.transfer.checkpoint_backlog import RETRY_MOST_S, CheckpointDelivery
-from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange
+from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange, PagePusher
 from kvrs.transfer.peers import HeldPages, Peer, StoredPages
-from kvrs.transfer.pusher import PagePusher
 from kvrs_engine.engine.hooks import StepHook
 from kvrs_engine.engine.requests import GenerationRun
 from kvrs_engine.engine.staging import PagePool

@@ -28,10 +28,9 @@ from kvrs.protocol.instance import (
     SpeculationReport,
 )
 from kvrs.protocol.pages import TrafficClass
-from kvrs.text.output import load_tokenizer
-from kvrs.text.pieces import TokenPieces
+from kvrs.text.output import TokenPieces, load_tokenizer
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs_engine.engine.chat import load_chat_template
 from kvrs_engine.engine.core import EngineCore

@@ -18,6 +18,7 @@ from kvrs.errors import TransferError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.pages import TrafficClass
+from kvrs.transfer.checkpoint_sender import PagePusher
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     Identity,
@@ -26,7 +27,6 @@ from kvrs.transfer.peers import (
     PullRequest,
 )
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.registry import (
     agents_of,
     holders_of,

@@ -22,13 +22,14 @@ from rich.progress import track
 
 from kvrs.config.engine import EngineSettings
 from kvrs.errors import ConfigError
-from kvrs.profiles.schema import (
+from kvrs.profiles.catalog import (
     DecodeRows,
     ModelLoad,
     PrefillRows,
     Profile,
+    faults_of_out,
+    write_profile,
 )
-from kvrs.profiles.writing import faults_of_out, write_profile
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.warm_up import any_ids, prefill_s, processor
 from kvrs_engine.engine.worker import Worker

@@ -23,8 +23,8 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.protocol.pages import Tag, root_tag
-from kvrs.text.pieces import TokenPieces
-from kvrs.transfer.send_faults import SendingFaults
+from kvrs.text.output import TokenPieces
+from kvrs.transfer.limiter import SendingFaults
 from kvrs_engine.engine.chat import ChatTemplate
 from kvrs_engine.engine.page_port import InstancePlace, PagePort
 from kvrs_engine.engine.requests import Vocabulary

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from kvrs.errors import ConfigError
-from kvrs.process.garbage import collect_nothing_yet
+from kvrs.process.memory import collect_nothing_yet
 from kvrs_engine.engine.random_model import write_tiny_model
 from kvrs_engine.engine.speculation.pairs import write_pair
 

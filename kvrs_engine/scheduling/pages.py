@@ -56,7 +56,7 @@ MOVED_KEPT_S = 5.0
 
 class PageRecords(Protocol):
     """Records whole pages for the next process; implemented by
-    `kvrs.transfer.anchors.ledger.PageLedger`.
+    `kvrs.transfer.anchors.PageLedger`.
     """
 
     def record(self, page: int, tag: Tag, parent: Tag) -> None: ...

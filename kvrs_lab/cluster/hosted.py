@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, NoReturn
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError, RanksLostError
 from kvrs.ids import InstanceId, NodeId
-from kvrs.process.garbage import collect_nothing_yet
 from kvrs.process.logs import log_to_stderr
+from kvrs.process.memory import collect_nothing_yet
 from kvrs_engine.engine.nursery import MAX_MESSAGE_BYTES, tend
 from kvrs_lab.cluster.processes import Kind, has_ranks, has_spare, processes_of
 

@@ -13,7 +13,7 @@ from kvrs.config.policy import PolicySettings
 from kvrs.core.model.estimates import Option
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.profiles import catalog
-from kvrs.profiles.schema import Profile
+from kvrs.profiles.catalog import Profile
 from kvrs_lab.explain.explanation import Explanation, Question, Weighed, explain
 
 _BANDWIDTH = re.compile(

@@ -14,7 +14,7 @@ from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.configured import Configured
 from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.process.garbage import collect_seldom
+from kvrs.process.memory import collect_seldom
 from kvrs_lab.faults.language import Phase, VictimRole, What, phase_of
 from kvrs_lab.faults.schedule import DueFault, FaultSchedule, InstanceView
 from kvrs_lab.sim.clients import stream_of

@@ -31,11 +31,11 @@ from kvrs.protocol.pages import (
     root_tag,
 )
 from kvrs.protocol.secrets import Scope, derive, scoped_key
+from kvrs.transfer.checkpoint_sender import PagePusher
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PullResult, StoredPages
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.pusher import PagePusher
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.store.directory import store_directory
 from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.free_ports import free_ports

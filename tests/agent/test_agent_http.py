@@ -19,7 +19,7 @@ from kvrs.protocol.pages import HeldPages, StoreCode
 from kvrs.protocol.secrets import Scope
 from kvrs.transfer.rows.tags import RowTagger
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
-from kvrs.transfer.store.slab import Slab
+from kvrs.transfer.store.host import Slab
 from kvrs_testkit.free_ports import free_ports
 from tests.agent.agents import (
     N0,

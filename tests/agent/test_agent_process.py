@@ -16,7 +16,7 @@ from kvrs.protocol import frames
 from kvrs.protocol.frames import checksum_of
 from kvrs.protocol.instance import MEMORY, AgentInfo
 from kvrs.protocol.pages import HeldPages, PagePart, StoreCode, Tag
-from kvrs.transfer import mapped
+from kvrs.transfer import puller
 from kvrs.transfer.store.directory import store_directory
 from tests.agent.agents import (
     N0,
@@ -127,7 +127,7 @@ async def test_a_kill_while_pages_are_copied_leaves_right_pages(
         async with Engine(agent.config, at=N0) as engine:
             await engine.offer("s", 32)
             await engine.store("s", 0, mine)
-            monkeypatch.setattr(mapped, "checksum_of", kill)
+            monkeypatch.setattr(puller, "checksum_of", kill)
             cut = await engine.fetch(mine)
             assert agent.process is None
             agent.start()

@@ -15,7 +15,7 @@ from kvrs.errors import TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import rows
 from kvrs.protocol.rows import CopyReport, RowFrame, Space, short
-from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.connections import RowStream
 from kvrs_testkit.row_agent import RowAgent, admit, load, until
 from kvrs_testkit.row_engine import RowEngine, key_of, row_of
 

@@ -24,8 +24,7 @@ from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import NONCE_BYTES, ClientProof, Scope, ServerProof, scoped_key
-from kvrs.transfer.rows.dialling import dial_unix
-from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.connections import RowStream, dial_unix
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger
 from kvrs_testkit.row_agent import SECRET, RowAgent, load, look_up, until
 from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of

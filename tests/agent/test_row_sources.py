@@ -17,8 +17,7 @@ from kvrs.protocol import rows
 from kvrs.protocol.rows import Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_tcp
-from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.connections import RowStream, dial_tcp
 from kvrs.transfer.rows.tags import RowTags
 from kvrs_testkit.row_agent import SECRET, RowAgent, until
 from kvrs_testkit.row_engine import AGENT, RowEngine, key_of, row_of

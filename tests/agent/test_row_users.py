@@ -18,7 +18,7 @@ from kvrs.errors import ConfigError
 from kvrs.protocol.rows import Space
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_first, dial_unix, listen_unix, remove_unix
+from kvrs.transfer.rows.connections import dial_first, dial_unix, listen_unix, remove_unix
 from kvrs.transfer.rows.tags import RowTags
 from kvrs.transfer.store.directory import row_directory, store_directory
 from kvrs_testkit.row_agent import until

@@ -20,8 +20,8 @@ from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
+from kvrs.profiles.catalog import write_profile
 from kvrs.profiles.guess import guessed_prefill
-from kvrs.profiles.writing import write_profile
 from kvrs.protocol.instance import (
     AgentInfo,
     Capability,

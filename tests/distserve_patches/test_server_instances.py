@@ -21,10 +21,9 @@ from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import EPOCHS_PER_START
-from kvrs.text.output import load_tokenizer
-from kvrs.text.pieces import TokenPieces
+from kvrs.text.output import TokenPieces, load_tokenizer
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.engine.page_port import InstancePlace
 from kvrs_engine.engine.requests import Vocabulary
 from kvrs_engine.engine.routes import make_routes

@@ -19,6 +19,7 @@ from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.pages import Tag, root_tag
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
+from kvrs.transfer.checkpoint_sender import PagePusher
 from kvrs.transfer.peers import (
     CheckpointClaim,
     HeldPages,
@@ -26,7 +27,6 @@ from kvrs.transfer.peers import (
     StoreCode,
     StoredPages,
 )
-from kvrs.transfer.pusher import PagePusher
 from kvrs_engine.engine.checkpoints import Checkpointer
 from kvrs_engine.engine.kv_pool import KvPool
 from kvrs_engine.engine.requests import GenerationRun

@@ -17,9 +17,9 @@ from kvrs.protocol.instance import MEMORY, Capability
 from kvrs.protocol.pages import CheckpointClaim, Tag, page_tags
 from kvrs.transfer import checkpoint_backlog as backlog
 from kvrs.transfer import checkpoint_sender
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PullRequest
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore

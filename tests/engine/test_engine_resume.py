@@ -27,8 +27,7 @@ from kvrs.protocol.openai.requests import (
 )
 from kvrs.protocol.pages import root_tag
 from kvrs.proxy.wire.requests import CHAT
-from kvrs.text.output import TextDelta, load_tokenizer
-from kvrs.text.pieces import TokenPieces
+from kvrs.text.output import TextDelta, TokenPieces, load_tokenizer
 from kvrs_engine.engine.answers import ChatAnswer, CompletionAnswer
 from kvrs_engine.engine.requests import GenerationRun, Sampled, StepOutput, Vocabulary, make_run
 from kvrs_engine.engine.worker import Worker

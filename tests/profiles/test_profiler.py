@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
-from kvrs.profiles.schema import DecodeRows, PrefillRows
+from kvrs.profiles.catalog import DecodeRows, PrefillRows
 from kvrs_engine.engine.profiler import ProfileOptions, run_profile
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.engines import files
+from kvrs.engines import fingerprint
 from kvrs.errors import KvrsError
 from kvrs.sglang import space
 from kvrs_testkit.sglang_arguments import server_arguments
@@ -19,7 +19,7 @@ from kvrs_testkit.sglang_arguments import server_arguments
 @pytest.fixture(autouse=True)
 def _started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server starts behind all that the test writes."""
-    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() + 10**12)
+    monkeypatch.setattr(fingerprint, "STARTED_NS", time.time_ns() + 10**12)
 
 
 class MHATokenToKVPoolHost(SimpleNamespace):
@@ -78,7 +78,7 @@ def test_weights_that_change_while_the_server_runs_are_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be others than those that it has read."""
-    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() - 10**9)
+    monkeypatch.setattr(fingerprint, "STARTED_NS", time.time_ns() - 10**9)
     with pytest.raises(KvrsError, match="changed since this server started"):
         Server(written(tmp_path / "model")).fields()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.engines import files
+from kvrs.engines import fingerprint
 from kvrs.protocol.rows import SGLANG_VARIABLE
 from kvrs.transfer.rows.ledger import LedgerView
 from kvrs_testkit.row_agent import until
@@ -107,7 +107,7 @@ def storage(monkeypatch: pytest.MonkeyPatch, arguments: SimpleNamespace) -> Modu
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "kvrs.sglang.storage", raising=False)
     # The server starts behind all that the test writes.
-    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() + 10**12)
+    monkeypatch.setattr(fingerprint, "STARTED_NS", time.time_ns() + 10**12)
     monkeypatch.setenv("KVRS_SECRET", "s" * 32)
     return importlib.import_module("kvrs.sglang.storage")
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from kvrs.text.pieces import TokenPieces
+from kvrs.text.output import TokenPieces
 from kvrs_testkit.examples import examples
 
 

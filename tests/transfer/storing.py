@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.pages import TAG_BYTES, Tag
+from kvrs.transfer.checkpoint_sender import PagePusher
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     CheckpointClaim,
@@ -25,8 +27,6 @@ from kvrs.transfer.peers import (
     StoredPages,
 )
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.pusher import PagePusher
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 
 PAGE_BYTES = 4096

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrs.ids import StreamId
 from kvrs.protocol.pages import page_tags, root_tag
-from kvrs.transfer.anchors.ledger import LedgerLayout, PageLedger, header_of
+from kvrs.transfer.anchors import LedgerLayout, PageLedger, header_of
 
 PAGE_BYTES = 64
 LAYOUT = LedgerLayout(pages=8, rows=3)

@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 
 from kvrs.ids import InstanceId
-from kvrs.transfer.anchors.files import AnchoredFiles, AnchorError, NoAgentError
-from kvrs.transfer.anchors.ledger import HEADER_BYTES, read_header
+from kvrs.transfer.anchors import (
+    HEADER_BYTES,
+    AnchoredFiles,
+    AnchorError,
+    NoAgentError,
+    read_header,
+)
 from kvrs.transfer.store.directory import StoreDirectory
 
 E0, E1 = InstanceId("e0"), InstanceId("e1")

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from kvrs.transfer.arrivals import Arrivals
+from kvrs.transfer.stream import Arrivals
 
 pytestmark = pytest.mark.network
 

@@ -9,7 +9,7 @@ from kvrs.config.file import parse_config
 from kvrs.ids import NodeId
 from kvrs.net.routes import Routes
 from kvrs.transfer.fault_route import add_fault_route
-from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.limiter import SendingFaults
 from kvrs_testkit.ports import serving
 
 pytestmark = pytest.mark.network

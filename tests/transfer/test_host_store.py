@@ -24,8 +24,7 @@ from kvrs.protocol.pages import (
 )
 from kvrs.transfer.peers import PinnedPages
 from kvrs.transfer.store.directory import StoreDirectory
-from kvrs.transfer.store.host import HostStore
-from kvrs.transfer.store.slab import PageKind
+from kvrs.transfer.store.host import HostStore, PageKind
 
 S, T = StreamId("s"), StreamId("t")
 AGENT = InstanceId("agent-n0")

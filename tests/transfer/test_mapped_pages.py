@@ -30,7 +30,8 @@ from kvrs.protocol.pages import (
     PullRequest,
     Tag,
 )
-from kvrs.transfer import lending, mapped, server
+from kvrs.transfer import puller, server
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     PAGES_SOCKET,
@@ -39,9 +40,8 @@ from kvrs.transfer.peers import (
     PullResult,
 )
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore
 from kvrs.transfer.stream import SocketStream
@@ -184,7 +184,7 @@ async def test_a_pull_in_several_batches_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few pages are pinned at a time."""
-    monkeypatch.setattr(mapped, "_BATCH_BYTES", 3 * PAGE_BYTES)
+    monkeypatch.setattr(puller, "_BATCH_BYTES", 3 * PAGE_BYTES)
     async with node(tmp_path) as each:
         each.put(S)
 
@@ -200,7 +200,7 @@ async def test_nothing_stays_pinned_after_a_pull(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All slots can be taken for other pages, although the connection stands."""
-    monkeypatch.setattr(mapped, "_IDLE_S", 60.0)
+    monkeypatch.setattr(puller, "_IDLE_S", 60.0)
     async with node(tmp_path, settings=TransferSettings(stall_timeout_s=60.0)) as each:
         each.put(S)
         await each.pull(each.mapped_only)
@@ -223,7 +223,7 @@ class Interrupted:
         self._checksum = checksum_of
         self._left = after
         self._act = act
-        monkeypatch.setattr(mapped, "checksum_of", self._count)
+        monkeypatch.setattr(puller, "checksum_of", self._count)
 
     def _count(self, page: frames.Bytes, part: PagePart | None) -> int:
         if threading.current_thread() is not threading.main_thread():
@@ -445,7 +445,7 @@ async def test_of_a_part_only_its_cells_are_copied(
     async with node(tmp_path, CELLED, kind=CELLED) as each:
         each.put(S, count, lambda tag: b"".join(stored_cells(tag)))
         # Would be called to compute one.
-        monkeypatch.setattr(lending, "_checksum", None)
+        monkeypatch.setattr(server, "_checksum", None)
         monkeypatch.setattr(server, "checksum_of", None)
         copied, pages = await pull_part(each, each.mapped_only, count)
         sent, same = await pull_part(each, each.sent_only, count)
@@ -509,7 +509,7 @@ async def test_files_are_mapped_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent that ends gives its memory back, although engines go on."""
-    monkeypatch.setattr(mapped, "_IDLE_S", 0.05)
+    monkeypatch.setattr(puller, "_IDLE_S", 0.05)
     async with node(tmp_path) as each:
         each.put(S)
         await each.pull(each.mapped_only)
@@ -532,7 +532,7 @@ async def test_memory_is_measured_before_anything_was_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a minute, and only where the agent hands out its memory."""
-    monkeypatch.setattr(mapped, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(puller, "_PROBE_BYTES", 1 << 20)
     async with node(tmp_path) as each:
         await each.puller.probe(replace(each.peer, directory=tmp_path / "another host"))
         assert MEMORY not in each.puller.links()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvrs.protocol.frames import AnswerHeader, FrameType, cell_checksums, checksum_of
 from kvrs.protocol.pages import HeldPages, PagePart, Part, StoreCode
-from kvrs.transfer.handshake import admit
+from kvrs.transfer.connections import admit
 from kvrs.transfer.peers import PinnedPages, PullRequest, PullResult
 from kvrs.transfer.stream import SocketStream
 from tests.transfer.storing import (

@@ -26,12 +26,11 @@ from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.pages import TAG_BYTES, Identity, PullFrame, PullRequest, Tag
 from kvrs.protocol.secrets import END, NONCE_BYTES, ScopedKey, ServerProof
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
-from kvrs.transfer import accepting
-from kvrs.transfer.handshake import admit, introduce, key_of
+from kvrs.transfer.connections import admit, introduce, key_of
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PinnedPages, PullResult
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream
 from tests.protocol.questions import KV, question
@@ -188,7 +187,7 @@ async def test_handshakes_take_a_bounded_number_of_connections_and_none_of_the_p
     """For one more connection the oldest is closed that is in its hand-shake; established peers are
     served all the same.
     """
-    monkeypatch.setattr(accepting, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 8)
     loop = asyncio.get_running_loop()
     async with serving() as port, pulling() as puller:
         await pull(puller, port)
@@ -229,7 +228,7 @@ async def test_silent_connections_make_room_before_those_that_have_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many come, and although the one that has begun is the oldest."""
-    monkeypatch.setattr(accepting, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 8)
     loop = asyncio.get_running_loop()
     async with serving() as port:
         begun = await connect(port)
@@ -251,10 +250,10 @@ async def test_peers_that_come_in_the_same_moment_are_all_served(
     """After a failure every victim fetches its pages from one agent: more than may be in their
     hand-shake at a time.
     """
-    monkeypatch.setattr(accepting, "MAX_STRANGERS", 32)
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 32)
     async with serving() as port, pulling() as puller:
         results = await asyncio.gather(
-            *(pull(puller, port) for _ in range(3 * accepting.MAX_STRANGERS))
+            *(pull(puller, port) for _ in range(3 * server_module.MAX_STRANGERS))
         )
 
     assert {(result.full_pages, result.error) for result in results} == {(1, None)}

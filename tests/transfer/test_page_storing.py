@@ -17,11 +17,11 @@ from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.pages import StoredRange, StoreFrame
 from kvrs.protocol.session import SESSION_MAC_BYTES
-from kvrs.transfer.handshake import admit, introduce
+from kvrs.transfer.checkpoint_sender import PagePusher
+from kvrs.transfer.connections import admit, introduce
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import HeldPages, StoreCode
-from kvrs.transfer.pusher import PagePusher
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream
 from kvrs_testkit.examples import examples

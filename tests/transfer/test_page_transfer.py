@@ -25,10 +25,10 @@ from kvrs.protocol.pages import TAG_BYTES, PullFrame, Tag, TrafficClass
 from kvrs.protocol.secrets import END
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.transfer import connections
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from tests.transfer.storing import until
 
@@ -582,7 +582,7 @@ SERVER_PROCESS = """
 import asyncio
 from tests.transfer.test_page_transfer import SECRET, SERVER, holding
 from kvrs.config.transfer import TransferSettings
-from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.server import PageServer
 

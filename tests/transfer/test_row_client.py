@@ -13,10 +13,9 @@ from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import ProofError, Scope, scoped_key
-from kvrs.transfer.rows import stream
+from kvrs.transfer.rows import connections
 from kvrs.transfer.rows.client import RowClient
-from kvrs.transfer.rows.dialling import dial_unix, listen_unix
-from kvrs.transfer.rows.stream import RowStream
+from kvrs.transfer.rows.connections import RowStream, dial_unix, listen_unix
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
 from kvrs_testkit.row_agent import admit
 from kvrs_testkit.row_engine import AGENT, key_of, row_of
@@ -217,7 +216,9 @@ def test_a_question_is_put_again_on_a_connection_that_had_ended(agent: Agent) ->
 def test_an_agent_that_never_proves_itself_costs_the_time_of_a_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PROOF_S", 3600.0)  # The agent's own limit is none of the client's.
+    monkeypatch.setattr(
+        connections, "PROOF_S", 3600.0
+    )  # The agent's own limit is none of the client's.
     path = tmp_path / "silent"
     with listen_unix(path):
         client = RowClient("n0", partial(dial_unix, path), KEY, SPACE, TAGS)

@@ -10,10 +10,10 @@ import pytest
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.pages import TAG_BYTES, Tag
+from kvrs.transfer.limiter import LinkRate, SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.send_faults import LinkRate, SendingFaults
 from kvrs.transfer.server import PageServer
 
 pytestmark = pytest.mark.network

@@ -12,10 +12,10 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.protocol.frames import Bytes
 from kvrs.protocol.pages import TrafficClass
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLink, SendingLinks, groups, split
 from kvrs.transfer.peers import HeldPages, Peer, PullRequest, StoreCode
 from kvrs.transfer.puller import PagePuller
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream, page_socket
 from tests.transfer.storing import (

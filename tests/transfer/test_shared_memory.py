@@ -17,17 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import KvrsError
-from kvrs.transfer.shared_memory import regions
-from kvrs.transfer.shared_memory.passing import (
+from kvrs.transfer import shared_memory
+from kvrs.transfer.sealed import SealedBlocks, kind_of, sealed, unsealed
+from kvrs.transfer.shared_memory import (
+    Region,
     close_all,
     connect_in,
     foreign_user,
+    in_threads,
     listen_in,
+    lock,
+    map_file,
     receive,
+    reserve,
     rights,
 )
-from kvrs.transfer.shared_memory.regions import Region, in_threads, lock, map_file, reserve
-from kvrs.transfer.shared_memory.sealed import SealedBlocks, kind_of, sealed, unsealed
 
 pytestmark = pytest.mark.process
 
@@ -112,7 +116,7 @@ def test_what_a_range_has_already_is_not_counted_again(
     """Beyond the limit of a control group the kernel would end the process."""
     with (tmp_path / "file").open("w+b") as file:
         reserve(file.fileno(), 0, SIZE)
-        monkeypatch.setattr(regions, "free_in_groups", lambda: mmap.PAGESIZE)
+        monkeypatch.setattr(shared_memory, "free_in_groups", lambda: mmap.PAGESIZE)
         reserve(file.fileno(), 0, SIZE)
         reserve(file.fileno(), SIZE, mmap.PAGESIZE)
         with pytest.raises(OSError, match="Cannot allocate memory"):

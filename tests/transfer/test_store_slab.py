@@ -12,7 +12,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol.frames import checksum
 from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
-from kvrs.transfer.store.slab import PageKind, Slab
+from kvrs.transfer.store.host import PageKind, Slab
 
 PAGE_BYTES = 1 << 20
 KIND = PageKind("model", PAGE_BYTES)
@@ -239,7 +239,7 @@ def test_memory_beyond_the_limit_of_a_control_group_is_not_touched(
     """
     slab = Slab.make(directory, KIND, CAPACITY_BYTES)
     write(slab, 0, 0)
-    monkeypatch.setattr("kvrs.transfer.shared_memory.regions.free_in_groups", lambda: PAGE_BYTES)
+    monkeypatch.setattr("kvrs.transfer.shared_memory.free_in_groups", lambda: PAGE_BYTES)
     monkeypatch.setattr("kvrs.transfer.store.directory.free_in_groups", lambda: PAGE_BYTES)
 
     with pytest.raises(OSError, match="Cannot allocate memory"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engines import files
+from kvrs.engines import fingerprint
 from kvrs.vllm.adapters import BASE, LoraAdapter
 
 KEYS = [b"a" * 32 + bytes(4), b"b" * 32 + bytes(4)]
@@ -15,7 +15,7 @@ KEYS = [b"a" * 32 + bytes(4), b"b" * 32 + bytes(4)]
 @pytest.fixture
 def begins_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server starts behind all that the test writes."""
-    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() + 10**12)
+    monkeypatch.setattr(fingerprint, "STARTED_NS", time.time_ns() + 10**12)
 
 
 def written(directory: Path, weights: bytes = b"weights") -> Path:
@@ -114,7 +114,7 @@ def test_a_link_that_was_turned_since_the_server_started_hides_an_adapter(
     """Its workers may have followed it before."""
     written(tmp_path / "1" / "a")
     time.sleep(0.02)  # The clock of files has ticks.
-    monkeypatch.setattr(files, "STARTED_NS", time.time_ns())
+    monkeypatch.setattr(fingerprint, "STARTED_NS", time.time_ns())
     assert known(tmp_path / "1" / "a").scoped(KEYS)
     time.sleep(0.02)
     (tmp_path / "now").symlink_to("1")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.engines import files
+from kvrs.engines import fingerprint
 from kvrs.errors import KvrsError
 
 
@@ -52,7 +52,7 @@ def space(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "kvrs.vllm.space", raising=False)
     # The server starts behind all that the test writes.
-    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() + 10**12)
+    monkeypatch.setattr(fingerprint, "STARTED_NS", time.time_ns() + 10**12)
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     return importlib.import_module("kvrs.vllm.space")
 
@@ -141,7 +141,7 @@ def test_weights_that_change_while_the_server_runs_are_not_shared(
     space: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be others than those that its workers have read."""
-    monkeypatch.setattr(files, "STARTED_NS", time.time_ns() - 10**9)
+    monkeypatch.setattr(fingerprint, "STARTED_NS", time.time_ns() - 10**9)
     with pytest.raises(KvrsError, match="changed since this server started"):
         Engine(written(tmp_path / "model")).fields(space)
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from kvrs.config.file import Config, dump_config, parse_config
-from kvrs.transfer.rows.dialling import dial_tcp
+from kvrs.transfer.rows.connections import dial_tcp
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.row_relay import Relay
 from kvrs_testkit.vllm_rows import TierServers, asking, prompt_of, row_config

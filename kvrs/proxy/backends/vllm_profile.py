@@ -19,8 +19,7 @@ import msgspec
 
 from kvrs.config.command_line import ALLOWED_URL, place_of
 from kvrs.errors import ConfigError, UpstreamError
-from kvrs.profiles.schema import PrefillPoints, Profile
-from kvrs.profiles.writing import faults_of_out, write_profile
+from kvrs.profiles.catalog import PrefillPoints, Profile, faults_of_out, write_profile
 from kvrs.proxy.backends.cluster import VLLM_API_KEY
 from kvrs.proxy.backends.listed_models import ListedModel, ListedModels
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model

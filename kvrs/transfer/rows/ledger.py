@@ -53,8 +53,8 @@ class RowLedger:
     """The writer's side of a ledger, for one thread. The memory is released with the last process
     that has it open.
 
-    A lock on the memory's file (`link.py`) shows that the writer's process lives. The lock would be
-    lost if this process closed any descriptor or map of the memory: it closes none, and makes no
+    A lock on the memory's file (`client.py`) shows that the writer's process lives. The lock would
+    be lost if this process closed any descriptor or map of the memory: it closes none, and makes no
     `LedgerView`, whose map would be closed with it.
     """
 

@@ -1,6 +1,6 @@
 """Book of a host's checkpoint store: the slot of each page, and the streams with reserved room.
 
-Pure: `now_s` is an argument and slots are numbers; `slab.py` has the memory behind them.
+Pure: `now_s` is an argument and slots are numbers; `host.py` has the memory behind them.
 """
 
 from array import array

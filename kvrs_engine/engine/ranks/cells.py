@@ -18,7 +18,7 @@ from torch import Tensor
 from kvrs.errors import TransferError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.pages import Cell, Part
-from kvrs.transfer.shared_memory.regions import in_threads
+from kvrs.transfer.shared_memory import in_threads
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.engine.layers.step import pages_per_block
 

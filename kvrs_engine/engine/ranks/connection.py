@@ -17,7 +17,7 @@ from kvrs.ids import InstanceId
 from kvrs.net.names import first_address
 from kvrs.protocol.pages import Cell, Part, TrafficClass
 from kvrs.protocol.secrets import Scope
-from kvrs.transfer.handshake import PeerRefusedError, introduce
+from kvrs.transfer.connections import PeerRefusedError, introduce
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, page_socket

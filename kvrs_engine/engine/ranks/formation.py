@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from kvrs.errors import RanksLostError
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.engine.layers.tiles import padded_rows
 from kvrs_engine.engine.ranks.exchange import Areas, FormationMemory

@@ -34,15 +34,15 @@ from kvrs.errors import (
 )
 from kvrs.ids import InstanceId
 from kvrs.net.http import naming_port
-from kvrs.process.garbage import collect_nothing_yet, keep_what_is_there
 from kvrs.process.logs import log_to_stderr
+from kvrs.process.memory import collect_nothing_yet, keep_what_is_there
 from kvrs.protocol.pages import TrafficClass
 from kvrs.protocol.secrets import Scope
-from kvrs.transfer.accepting import HANDSHAKE_TIMEOUT_S, AcceptLoop, listening
-from kvrs.transfer.handshake import admit
+from kvrs.transfer.connections import admit
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
-from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.server import HANDSHAKE_TIMEOUT_S, AcceptLoop, listening
 from kvrs.transfer.stream import SocketStream
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.ranks.connection import StageAt

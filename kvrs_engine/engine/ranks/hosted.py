@@ -17,8 +17,8 @@ from kvrs.config.engine import EngineSettings
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.pages import Part, Tag
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.lending import BusyShare
 from kvrs_engine.elastic.ways import Way

@@ -1,8 +1,8 @@
 """The messages between the process of an instance and the host of a stage, and between hosts.
 
-Connections use the hand-shake of page ports (`kvrs.transfer.handshake`) with a separate key. There
-is one connection for batches, one for pages, perhaps one for replicas, and one between hosts for
-parts of pages. The client begins each with `Begin`; that for batches opens a session
+Connections use the hand-shake of page ports (`kvrs.transfer.connections`) with a separate key.
+There is one connection for batches, one for pages, perhaps one for replicas, and one between hosts
+for parts of pages. The client begins each with `Begin`; that for batches opens a session
 (`sessions.py`), which all later messages name. A message is a header (the sizes of message and
 payload), the message and its mac, then the payload and its mac. Sizes are checked before memory is
 allocated, and a payload is read only after the mac of its message was checked.

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.errors import KvrsError, RanksLostError
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import HOST, Move
 from kvrs_engine.elastic.units import Unit

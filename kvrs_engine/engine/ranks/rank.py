@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.transfer.shared_memory.regions import map_file
+from kvrs.transfer.shared_memory import map_file
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.on_demand import after_losses
 from kvrs_engine.elastic.shares import Share

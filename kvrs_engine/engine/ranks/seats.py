@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from kvrs.errors import RanksLostError
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.units import Unit
 from kvrs_engine.engine.nursery import Nursery
 from kvrs_engine.engine.ranks.futex import Life

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.errors import ConfigError, RanksLostError
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.experts import Tiles
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.placing import least_loaded

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrs.config.engine import EngineSettings, Planner
 from kvrs.errors import KvrsError
-from kvrs.transfer.shared_memory.passing import receive, rights
+from kvrs.transfer.shared_memory import receive, rights
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import Unit
 from kvrs_engine.scheduling.sequences import Chunk

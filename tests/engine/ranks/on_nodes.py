@@ -14,7 +14,7 @@ from typing import Any
 from kvrs.config.file import ENV_NAME, Config, dump_config, parse_config
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.secrets import Scope
-from kvrs.transfer.handshake import introduce
+from kvrs.transfer.connections import introduce
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, page_socket
 from kvrs_engine.elastic.layouts import Layout

@@ -12,9 +12,9 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.pages import Tag
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import StalledError
 from kvrs_engine.engine.ranks.connection import PartsRefusedError, StageAt, StageConnection
 from kvrs_engine.engine.ranks.link import OfferParts, PartsHeld, PartsRange, PartsTaken

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvrs.config.engine import ElasticSettings, EngineSettings
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import HOST, Move
 from kvrs_engine.elastic.units import Unit, UnitKind

@@ -16,7 +16,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.pages import Tag
 from kvrs.protocol.secrets import Scope
-from kvrs.transfer.handshake import admit
+from kvrs.transfer.connections import admit
 from kvrs.transfer.peers import Identity
 from kvrs.transfer.stream import SocketStream, page_socket
 from kvrs_engine.engine.model_config import ModelConfig

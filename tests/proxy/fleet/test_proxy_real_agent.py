@@ -15,10 +15,10 @@ from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.pages import Tag
+from kvrs.transfer.checkpoint_sender import PagePusher
+from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import CheckpointClaim, Identity, Peer, StoredPages
-from kvrs.transfer.pusher import PagePusher
-from kvrs.transfer.send_faults import SendingFaults
 from kvrs_lab.cluster.ports import resolve_ports
 from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import ProxyCluster
