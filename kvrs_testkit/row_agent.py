@@ -7,8 +7,7 @@ from pathlib import Path
 from secrets import token_bytes
 
 from kvrs.agent.regions import Regions, RowSummer
-from kvrs.agent.row_copies import RowCopier, RowCopies
-from kvrs.agent.row_port import RowPort
+from kvrs.agent.row_port import RowCopier, RowCopies, RowPort
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, Space
 from kvrs.protocol.secrets import (

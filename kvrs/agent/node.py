@@ -1,19 +1,23 @@
-"""The agent of one node: its checkpoint store, page server, slot table and reports."""
+"""The agent of one node: its checkpoint store, page server, slot table and reports.
+
+Fences of transfers whose slot leases have expired, because the stream's proxy died or did not
+renew for a whole lease.
+"""
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import KeysView, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from functools import partial
 from secrets import token_bytes
 
 import aiohttp
+import msgspec
 
-from kvrs.agent.fences import FenceSender
 from kvrs.agent.regions import Regions, RowSummer
-from kvrs.agent.row_copies import RowCopier, RowCopies
-from kvrs.agent.row_port import RowPort
+from kvrs.agent.row_port import RowCopier, RowCopies, RowPort
 from kvrs.agent.slots import SlotTable
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import NodeSettings
@@ -23,7 +27,14 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.net.http import naming_port
 from kvrs.net.proving import Address, ProvingConnector, instance_keys
 from kvrs.net.tls import load_certificates
-from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
+from kvrs.protocol.instance import (
+    AgentInfo,
+    AgentReport,
+    FenceRequest,
+    SlotAnswer,
+    SlotRequest,
+    SlotUpdate,
+)
 from kvrs.protocol.rows import RowsReport
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 from kvrs.transfer.anchors import AnchoredFiles
@@ -36,6 +47,70 @@ from kvrs.transfer.store.directory import StoreDirectory, row_directory, store_d
 from kvrs.transfer.store.host import HostStore, UnreportedChanges
 
 log = logging.getLogger(__name__)
+
+_TIMEOUT = aiohttp.ClientTimeout(total=1.0)
+_RETRY_S = 0.5
+# Number of times that a fence request is sent to an instance that does not answer: then the
+# instance is dead, or gets a complete fence when it runs again.
+_TRIES = 5
+
+
+class FenceSender:
+    """Sends fence requests to the instances of one node."""
+
+    def __init__(self, *, can_fence: bool) -> None:
+        """`can_fence`: the instances have fences. vLLM has none and needs none: a late load fills
+        only pages of its own request, by keys of their contents.
+        """
+        self._can_fence = can_fence
+        self._urls: dict[InstanceId, str] = {}
+        self._waiting: asyncio.Queue[dict[InstanceId, list[SlotRequest]]] = asyncio.Queue()
+
+    @property
+    def targets(self) -> KeysView[InstanceId]:
+        return self._urls.keys()
+
+    def learn(self, urls: Mapping[InstanceId, str]) -> None:
+        """Add instances of the node, or update their URLs."""
+        self._urls.update(urls)
+
+    def end(self, transfers: Iterable[SlotRequest]) -> None:
+        by_target: defaultdict[InstanceId, list[SlotRequest]] = defaultdict(list)
+        for each in transfers:
+            by_target[each.target].append(each)
+        if by_target and self._can_fence:
+            self._waiting.put_nowait(by_target)
+
+    async def run(self, http: aiohttp.ClientSession) -> None:
+        """Send the fence requests that `end` has queued, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for target, transfers in (await self._waiting.get()).items():
+                    group.create_task(self._send(http, target, transfers))
+
+    async def _send(
+        self, http: aiohttp.ClientSession, target: InstanceId, transfers: list[SlotRequest]
+    ) -> None:
+        request = FenceRequest(
+            {each.stream: each.attempt + 1 for each in transfers},
+            {each.stream: each.owner_epoch for each in transfers},
+            slots_only=True,
+        )
+        log.warning("slot leases expired", extra={"instance": target, "streams": len(transfers)})
+        for _ in range(_TRIES):
+            try:
+                async with http.post(
+                    f"{self._urls[target]}/kvrs/v1/fence",
+                    data=msgspec.json.encode(request),
+                    timeout=_TIMEOUT,
+                ) as answer:
+                    if answer.status == 200:
+                        return
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                pass
+            await asyncio.sleep(_RETRY_S)
+        log.warning("transfers not fenced", extra={"instance": target, "streams": len(transfers)})
+
 
 # Period of the search for expired leases of slots and reservations.
 _EXPIRE_S = 0.25

@@ -4,10 +4,22 @@ An engine passes descriptors of its memory, which only it writes, and of the led
 contents of each row (`transfer/rows/ledger.py`). Both are open for reading only, so an agent cannot
 damage an engine. The memory is read by `pread`: a truncated file gives a short row, where a mapping
 would kill the agent. Each row that is read is compared with its checksum, if it has one
-(`row_checksums.py`).
+(`RowChecksums`).
 
 An engine is dead when its lock on the ledger is gone. The kernel takes that lock away with the
 engine's process, also where a child of it still has its sockets and descriptors open.
+
+Checksums of rows, by which an agent finds bytes that have changed behind the ledger: by faulty
+memory, or by a copy that went to a wrong place.
+
+A thread (`regions.py`) makes the checksum of a row soon after the row is complete, within a share
+of one core. It belongs to the sequence that the ledger had before and after the bytes were read, so
+a row that is written again has none until the next one is made. From then on each read of the row
+is compared with it. A row that differs is refused: it is neither listed nor served until it is
+written again.
+
+The agent makes checksums, not the engine: no thread of the engine reads rows, and the engine's
+memory of them would be as damaged as the rows. What changes before its checksum is not found.
 """
 
 import fcntl
@@ -18,14 +30,71 @@ import struct
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvrs.agent.row_checksums import RowChecksums, checksum_of
+from xxhash import xxh3_128
+
 from kvrs.errors import TransferError
-from kvrs.protocol.rows import MAX_REGIONS, RegionInfo, RegionReport, RowFrame, Space, checksum
+from kvrs.protocol.rows import (
+    CHECKSUM_BYTES,
+    MAX_REGIONS,
+    RegionInfo,
+    RegionReport,
+    RowFrame,
+    Space,
+    checksum,
+)
 from kvrs.transfer.rows.ledger import ORDERED, LedgerView
 from kvrs.transfer.rows.tags import RowTagger
+
+
+class RowChecksums:
+    """The checksum of each row of a region, and the sequence that it belongs to. Any thread may
+    call its methods.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._sequences = array("Q", bytes(8 * rows))
+        self._checksums = bytearray(CHECKSUM_BYTES * rows)
+        # Sequence of each refused row.
+        self._refused: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def has(self, row: int, sequence: int) -> bool:
+        return self._sequences[row] >= sequence
+
+    def is_refused(self, row: int, sequence: int) -> bool:
+        return self._refused.get(row) == sequence
+
+    def agrees(self, row: int, sequence: int, checksum: bytes) -> bool:
+        """Compare a row with its checksum, or take this one if the row has none at this sequence.
+        Return False, and refuse the row from here on, if they differ.
+        """
+        at = row * CHECKSUM_BYTES
+        with self._lock:
+            known = self._sequences[row]
+            if known < sequence:
+                self._sequences[row] = sequence
+                self._checksums[at : at + CHECKSUM_BYTES] = checksum
+            elif known == sequence and self._checksums[at : at + CHECKSUM_BYTES] != checksum:
+                self._refused[row] = sequence
+                return False
+        return True
+
+
+def checksum_of(memory: int, at: int, size: int, piece: memoryview) -> bytes | None:
+    """Return the checksum of bytes of a file, read in pieces; None: the file is shorter."""
+    summed, end = xxh3_128(), at + size
+    while at < end:
+        part = piece[: end - at]
+        if os.preadv(memory, [part], at) != len(part):
+            return None
+        summed.update(part)
+        at += len(part)
+    return summed.digest()
+
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrs.agent import regions
-from kvrs.agent.regions import EngineRegion, RowSummer
-from kvrs.agent.row_checksums import checksum_of
+from kvrs.agent.regions import EngineRegion, RowSummer, checksum_of
 from kvrs.protocol.rows import Space, encode_region
 from kvrs.transfer.rows.client import RowClient
 from kvrs_testkit.row_agent import SECRET, RowAgent, load, look_up, until

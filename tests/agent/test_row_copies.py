@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.agent import row_port
 from kvrs.agent.regions import ADOPTED_S
-from kvrs.agent.row_copies import RowCopies
+from kvrs.agent.row_port import RowCopies
 from kvrs.config.file import parse_config
 from kvrs.errors import TransferError
 from kvrs.ids import NodeId

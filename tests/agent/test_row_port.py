@@ -19,7 +19,7 @@ import pytest
 
 from kvrs.agent import row_port
 from kvrs.agent.regions import ADOPTED_S, Regions
-from kvrs.agent.row_copies import RowCopies
+from kvrs.agent.row_port import RowCopies
 from kvrs.errors import TransferError
 from kvrs.protocol import rows
 from kvrs.protocol.rows import RowFrame, Space

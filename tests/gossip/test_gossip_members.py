@@ -7,8 +7,7 @@ import pytest
 
 from kvrs.gossip import swim
 from kvrs.gossip.facts import MemberChanged, Superseded
-from kvrs.gossip.members import Member, Members
-from kvrs.gossip.swim import Gossip
+from kvrs.gossip.swim import Gossip, Member, Members
 from kvrs.gossip.wire import MemberUpdate, Push, Status
 from kvrs.ids import NodeId
 from tests.gossip.gossip_cluster import (

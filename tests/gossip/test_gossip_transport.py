@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrs.gossip import transport
+from kvrs.gossip import membership
 from kvrs.gossip.authenticator import (
     MAX_OVERHEAD_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -17,7 +17,7 @@ from kvrs.gossip.authenticator import (
     Rates,
     Rejection,
 )
-from kvrs.gossip.transport import Drop, Transport
+from kvrs.gossip.membership import Drop, Transport
 from kvrs.ids import NodeId
 from tests.gossip.authenticators import A, B, seal_of
 
@@ -84,7 +84,7 @@ async def open_net() -> AsyncIterator[Net]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first packet is not to be too old, however long a busy machine takes for the next ones."""
-    monkeypatch.setattr(transport, "_PENDING_S", 60.0)
+    monkeypatch.setattr(membership, "_PENDING_S", 60.0)
 
 
 async def until(condition: Callable[[], object]) -> None:
