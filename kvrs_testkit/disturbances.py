@@ -10,7 +10,7 @@ from kvrs.config.file import Config
 from kvrs.config.policy import Dispatch, PolicyName
 from kvrs.core.configured import Configured
 from kvrs.core.model.member import Health
-from kvrs.core.removal import gone, remove
+from kvrs.core.watch import gone, remove
 from kvrs.protocol.instance import GpuHealth, GpuState
 from kvrs.transfer.meter import Measurement
 from kvrs_lab.sim.cluster import CUT, MOVED, SimCluster, holders_of, mirrored, open_streams

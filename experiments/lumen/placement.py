@@ -15,7 +15,7 @@ from typing import Any
 from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.backup import Placement
-from kvrs.core.books.placement import PlacementCandidate, place
+from kvrs.core.checkpoints import PlacementCandidate, choose_agent
 from kvrs.ids import InstanceId, NodeId
 
 NODES = 8
@@ -65,7 +65,7 @@ class Cluster:
     def place(self, number: int, size_bytes: int) -> None:
         """A new stream at a random node; the first ends that is drawn once there are too many."""
         serving = self._draw.choice(self.nodes)
-        found = place(
+        found = choose_agent(
             self._how, list(self._table(serving)), serving, size_bytes, self._alpha, number
         )
         assert found is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.cli.placements import placements
-from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS
+from kvrs.core.books.prefills import ENOUGH_PREFILLS
 from kvrs.core.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.core.incidents import (
     Incident,

@@ -30,20 +30,18 @@ from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
 from kvrs.core.books.leases import FenceTable, Leases
 from kvrs.core.books.links import LinkBounds
-from kvrs.core.books.prompt_lengths import PromptLengths
+from kvrs.core.books.prefills import PromptLengths
 from kvrs.core.configured import Configured
-from kvrs.core.fleet.drains import Drains
-from kvrs.core.fleet.gpus import Gpus
+from kvrs.core.fleet.drains import Drains, Gpus
 from kvrs.core.fleet.known import Agents, Instances, Replays
 from kvrs.core.fleet.self_tests import RightWeights, SelfTests
-from kvrs.core.fleet.signs import has_figures
 from kvrs.core.fleet.silence import GIVEN_UP_TOGETHER_S, LOST_TOGETHER_S, InstanceProgress
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.live_stream import CannotContinue, Complete, LiveStream, Outcome, StreamJournal
 from kvrs.core.model.member import Health, Member, is_one_call
-from kvrs.core.model.reports import changes_decision, changes_ranks, is_repeated
+from kvrs.core.model.reports import changes_decision, changes_ranks, has_figures, is_repeated
+from kvrs.core.model.streams import CannotContinue, Complete, LiveStream, Outcome, StreamJournal
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.guess import on_gpu

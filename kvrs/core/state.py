@@ -11,7 +11,7 @@ from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.books.learning import Differences, Spread
 from kvrs.core.books.poison import PoisonCounter
-from kvrs.core.books.prefill_scale import PrefillScale
+from kvrs.core.books.prefills import PrefillScale
 from kvrs.core.books.waiting import RetryBudget, SlotBook, Timers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -92,7 +92,7 @@ class State:
     # Restores of rows that have brought a token, until their target has counted what it loaded.
     restored: dict[tuple[StreamId, int], RestoredRows] = field(default_factory=dict)
 
-    # Written by `steps.py`.
+    # Written by `recovery.py`.
     differences: Differences = field(default_factory=Differences)
 
     # Written by `placing.py`. Waiting victims of losses, which are decided together at the end of a
@@ -107,10 +107,10 @@ class State:
     missing_roles: list[Role] = field(default_factory=list)  # Missing roles at the last look.
     missing_since_s: float = 0.0  # The time from which `missing_roles` holds.
 
-    # Written by `steps.py`.
+    # Written by `recovery.py`.
     arrivals: int = 0
 
-    # Written by `instances.py`.
+    # Written by `recovery.py`.
     # Consecutive quick deaths, and the time at which the first of these processes came up.
     quick_deaths: dict[InstanceId, tuple[int, float]] = field(default_factory=dict)
     # Instances with an unhealthy GPU, including their next process, which uses the same GPU.

@@ -13,10 +13,16 @@ with `now_s` what comes of them. `kvrs/proxy/watch/watcher.py` is that shell.
 | `reported` in the epoch that was met   | it is up, if nothing is left that must drain first     |
 | `reported` in another epoch            | IDENTIFY: it was restarted, or another proxy fenced it |
 | `reported` with other ranks            | SHAPE                                                  |
-| `reported` with failed questions       | what `kvrs/core/fleet/signs.py` says: `End`, nothing,  |
+| `reported` with failed questions       | what `core/model/reports.py` says: `End`, nothing,     |
 |                                        | or as any report                                       |
 | no report and no token for `limit_s`   | `ended` as silent                                      |
 | `ended`                                | what was up is lost; a pause; `connects`               |
+
+The removal of instances and agents while streams run.
+
+An instance is drained before its removal. It is removed once no stream runs there, moved streams
+have their next token elsewhere, and no KV is retained there for a stream; this wait is limited by
+the time that its streams might have stayed.
 """
 
 from abc import ABC, abstractmethod
@@ -27,19 +33,65 @@ from typing import Any, Generic, Protocol, TypeVar, assert_never
 import msgspec
 
 from kvrs.config.proxy import ProxySettings
+from kvrs.core import kv_locations
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import (
-    others_of_other_format,
-    overdue_after_s,
-)
-from kvrs.core.fleet.names import listed_names
-from kvrs.core.fleet.signs import TOKENS_S, Consequence, worst
+from kvrs.core.fleet.known import listed_names, others_of_other_format, overdue_after_s
 from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
+from kvrs.core.model.reports import TOKENS_S, Consequence, worst
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import NO_OTHER_NAMES, AgentInfo, AgentReport, InstanceInfo, LoadReport
 from kvrs.protocol.rows import NO_ROWS
+
+
+def remove(control: Control[Any], instance: InstanceId, drain_s: float, now_s: float) -> bool:
+    """Begin an instance's removal, which ends when `gone` returns it. True: removed at once,
+    because it was never up and nothing could leave it.
+    """
+    known = control.instances.known[instance]
+    if known.health is not Health.UP and not known.was_up:
+        _take_out(control, known, now_s)
+        return True
+    control.drains.leave(instance, drain_s, now_s)
+    return False
+
+
+def gone(control: Control[Any], now_s: float) -> list[InstanceId]:
+    """Remove the instances in `Drains.leaving` that all streams have left, and return them; call
+    repeatedly until `Drains.leaving` is empty.
+    """
+    gone = [
+        name
+        for name, until_s in control.drains.leaving.items()
+        if not control.produced_on(name)
+        and not kv_locations.is_left_at(control.policy.state, name)
+        and (now_s >= until_s or not control.leases.holds_any(name))
+    ]
+    for name in gone:
+        _take_out(control, control.instances.known[name], now_s)
+    return gone
+
+
+def _take_out(control: Control[Any], known: Member, now_s: float) -> None:
+    if known.health is Health.UP:
+        known.lose("removed")
+    control.instances.remove(known)
+    for book in (control.self_tests, control.leases, control.drains, control.gpus):
+        book.forget(known.id)
+    control.tell(ev.InstanceRemoved(known.id, {}), now_s)
+    control.weights_known((), now_s)  # One vote less.
+
+
+def remove_agent(control: Control[Any], known: Agent, now_s: float) -> None:
+    """Remove an agent: its checkpoints are useless from now on, and streams get others
+    elsewhere.
+    """
+    if known.health is Health.UP:
+        control.checkpoints.lost(known, "removed", now_s)
+    control.agents.remove(known)
+
 
 # First pause between attempts to reach a process; it doubles.
 FIRST_PAUSE_S = 0.05

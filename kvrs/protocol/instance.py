@@ -487,7 +487,7 @@ class FetchReport(msgspec.Struct, frozen=True):
 
 class WatchQuestion(StrEnum):
     """Questions that a proxy asks a stock engine as it watches it: paths, and what they do not say
-    (`kvrs/core/fleet/signs.py`).
+    (`kvrs/core/model/reports.py`).
     """
 
     HEALTH = "/health"

@@ -8,7 +8,7 @@ from kvrs.core.control import Attempt, CallFault, Control
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.live_stream import Complete
+from kvrs.core.model.streams import Complete
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.pages import TrafficClass

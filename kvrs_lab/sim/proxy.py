@@ -17,7 +17,7 @@ from kvrs.core.event_log import event_line, header_line
 from kvrs.core.fleet.tested import Continues, Generated, SelfTest, TokensTest, TransferTest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.live_stream import Complete, Outcome
+from kvrs.core.model.streams import Complete, Outcome
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.fleet.slots import SlotSender

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.live_stream import LiveStream, mean_interval_s
 from kvrs.core.model.prefixes import Prefix, chain
+from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs_lab.sim.calls import tokens_at
 from kvrs_lab.sim.flows import FlowPart
@@ -34,7 +34,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class SimJournal:
-    """The true state of one stream, as a `StreamJournal` of `kvrs.core.model.live_stream`."""
+    """The true state of one stream, as a `StreamJournal` of `kvrs.core.model.streams`."""
 
     stream: StreamId
     arrival: Arrival

@@ -16,8 +16,8 @@ from kvrs.core.fleet.known import Instances
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.lifecycle import Stage
-from kvrs.core.model.live_stream import CannotContinue, Complete
 from kvrs.core.model.member import Health
+from kvrs.core.model.streams import CannotContinue, Complete
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.catalog import write_profile

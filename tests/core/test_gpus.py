@@ -3,7 +3,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from kvrs.core.fleet.gpus import Gpus, RankDue
+from kvrs.core.fleet.drains import Gpus, RankDue
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import GpuHealth, GpuState, RankInfo
 

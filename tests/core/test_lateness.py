@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.core.fleet.lateness import EXCUSED_S, Lateness
+from kvrs.core.fleet.silence import EXCUSED_S, Lateness
 
 
 def run(lateness: Lateness, seconds: float, *, late_s: float = 0.0, every_s: float = 0.1) -> None:

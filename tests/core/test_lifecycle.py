@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import fields
 
 from kvrs.config.policy import PolicyName
-from kvrs.core import ledger, steps
+from kvrs.core import ledger, recovery
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.lifecycle import (
@@ -46,7 +46,7 @@ def test_every_step_is_drawn_and_carried_out_by_a_method() -> None:
     drawn = {cell for row in TABLE.values() for cell in row.values() if isinstance(cell, Step)}
 
     assert drawn == set(Step)
-    assert set(steps.STEPS) == set(Step)
+    assert set(recovery.STEPS) == set(Step)
     assert set(LEADS_TO) <= set(Step)
 
 
@@ -54,7 +54,7 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
     """Impossible steps are not drawn; one that happens and is not drawn is an assertion."""
     taken: Counter[tuple[type[StreamEvent], Stage | None]] = Counter()
     moves: Counter[tuple[Stage | None, Stage | None]] = Counter()
-    handle, apply = RecoveryPolicy.handle, steps.apply
+    handle, apply = RecoveryPolicy.handle, recovery.apply
     enter, admit, forget = ledger._enter, Stream.admit, ledger.forget
 
     def count_event(self: RecoveryPolicy, event: ev.Event, now_s: float) -> list[act.Action]:
@@ -81,7 +81,7 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
         forget(state, stream)
 
     monkeypatch.setattr(RecoveryPolicy, "handle", count_event)
-    monkeypatch.setattr(steps, "apply", count_step)
+    monkeypatch.setattr(recovery, "apply", count_step)
     monkeypatch.setattr(ledger, "_enter", count_enter)
     monkeypatch.setattr(Stream, "admit", count_admit)
     monkeypatch.setattr(ledger, "forget", count_forget)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvrs.config.backup import Placement
-from kvrs.core.books.placement import CANDIDATES_MAX, PlacementCandidate, load_s, place, weighed
+from kvrs.core.checkpoints import CANDIDATES_MAX, PlacementCandidate, choose_agent, load_s, weighed
 from kvrs.ids import InstanceId, NodeId
 
 GB = 10**9
@@ -76,7 +76,7 @@ def test_a_checkpoint_is_never_with_what_it_protects_and_always_has_room(
     draw: int,
 ) -> None:
     """The serving node would take both copies with it; a full agent would refuse."""
-    found = place(how, table, serving, need, alpha, draw)
+    found = choose_agent(how, table, serving, need, alpha, draw)
 
     if found is not None:
         assert found in table
@@ -101,7 +101,7 @@ def test_by_load_and_by_chance_any_agent_with_room_is_found(
         if row.node != serving and row.reserved_bytes + need <= row.capacity_bytes
     ]
 
-    found = place(how, table, serving, need, alpha, draw)
+    found = choose_agent(how, table, serving, need, alpha, draw)
 
     if how is not Placement.FIXED:
         assert (found is not None) == bool(roomy)
@@ -127,7 +127,7 @@ def test_load_is_lumens_eq_1_at_its_least_but_for_what_makes_no_difference(
         for row in table
         if row.node != serving and row.reserved_bytes + need <= row.capacity_bytes
     ]
-    found = place(Placement.LOAD, table, serving, need, alpha, draw)
+    found = choose_agent(Placement.LOAD, table, serving, need, alpha, draw)
 
     if found is not None:
         assert eq_1(found) <= min(map(eq_1, roomy)) + 0.021
@@ -153,7 +153,7 @@ def test_the_order_of_the_table_does_not_matter(
     """Agents come up in any order; every proxy finds the same one."""
     shuffled = data.draw(st.permutations(table))
 
-    assert place(how, shuffled, serving, need, 1.0, draw) == place(
+    assert choose_agent(how, shuffled, serving, need, 1.0, draw) == choose_agent(
         how, table, serving, need, 1.0, draw
     )
 
@@ -174,9 +174,9 @@ def test_checkpoints_of_a_node_are_shared_out_among_equals() -> None:
         replace(CANDIDATES[3], of_serving_bytes=2 * GB, reserved_bytes=5 * GB, checkpoints=5),
     ]
 
-    assert node_of(place(Placement.LOAD, table, N0, GB, 0.1, 0)) == N3
+    assert node_of(choose_agent(Placement.LOAD, table, N0, GB, 0.1, 0)) == N3
     late = replace(table[2], queueing_delay_s=0.5)
-    assert node_of(place(Placement.LOAD, [*table[:2], late], N0, GB, 0.1, 0)) == N2
+    assert node_of(choose_agent(Placement.LOAD, [*table[:2], late], N0, GB, 0.1, 0)) == N2
 
 
 def test_a_long_queue_and_large_checkpoints_repel() -> None:
@@ -186,9 +186,9 @@ def test_a_long_queue_and_large_checkpoints_repel() -> None:
         CANDIDATES[1], reserved_bytes=13 * GB, checkpoints=1
     )  # With 1 GB more 7 GB each: 269 ms against 38.
 
-    assert node_of(place(Placement.LOAD, [busy, idle], N0, GB, 1.0, 0)) == N1
-    assert node_of(place(Placement.LOAD, [busy, pressed], N0, GB, 1.0, 0)) == N2
-    assert node_of(place(Placement.LOAD, [busy, pressed], N0, GB, 0.1, 0)) == N1
+    assert node_of(choose_agent(Placement.LOAD, [busy, idle], N0, GB, 1.0, 0)) == N1
+    assert node_of(choose_agent(Placement.LOAD, [busy, pressed], N0, GB, 1.0, 0)) == N2
+    assert node_of(choose_agent(Placement.LOAD, [busy, pressed], N0, GB, 0.1, 0)) == N1
 
 
 @pytest.mark.parametrize(("serving", "expected"), [(N0, N1), (N1, N2), (N2, N3), (N3, N0)])
@@ -199,7 +199,7 @@ def test_the_ring_goes_on_to_the_next_node(
     """DejaVu's ring; among equals by load too, so that idle agents share the streams of an idle
     cluster.
     """
-    assert node_of(place(how, CANDIDATES, serving, GB, 1.0, 0)) == expected
+    assert node_of(choose_agent(how, CANDIDATES, serving, GB, 1.0, 0)) == expected
 
 
 def test_the_ring_skips_an_agent_that_is_down_but_not_one_that_is_full() -> None:
@@ -209,20 +209,21 @@ def test_the_ring_skips_an_agent_that_is_down_but_not_one_that_is_full() -> None
         replace(row, reserved_bytes=80 * GB) if row.node == N2 else row for row in CANDIDATES
     ]
 
-    assert node_of(place(Placement.FIXED, without_own_and_next, N1, GB, 1.0, 0)) == N3
-    assert place(Placement.FIXED, full_next, N1, GB, 1.0, 0) is None
+    assert node_of(choose_agent(Placement.FIXED, without_own_and_next, N1, GB, 1.0, 0)) == N3
+    assert choose_agent(Placement.FIXED, full_next, N1, GB, 1.0, 0) is None
 
 
 def test_by_chance_every_other_node_gets_its_share() -> None:
     """Streams are numbered one after another; their places do not follow each other in turn."""
     nodes = [
-        node_of(place(Placement.RANDOM, CANDIDATES, N0, GB, 1.0, draw)) for draw in range(3000)
+        node_of(choose_agent(Placement.RANDOM, CANDIDATES, N0, GB, 1.0, draw))
+        for draw in range(3000)
     ]
 
     assert set(Counter(nodes)) == {N1, N2, N3}
     assert min(Counter(nodes).values()) > 900
     assert nodes == [
-        node_of(place(Placement.RANDOM, CANDIDATES[::-1], N0, GB, 1.0, draw))
+        node_of(choose_agent(Placement.RANDOM, CANDIDATES[::-1], N0, GB, 1.0, draw))
         for draw in range(3000)
     ]
     assert sum(before == after for before, after in pairwise(nodes)) > 900
@@ -232,9 +233,9 @@ def test_a_single_node_has_no_agent_for_it() -> None:
     """Nor has a node whose only peer is full to the last byte."""
     almost = replace(CANDIDATES[1], reserved_bytes=79 * GB)
 
-    assert place(Placement.LOAD, CANDIDATES[:1], N0, 1, 1.0, 0) is None
-    assert node_of(place(Placement.LOAD, [almost], N0, GB, 1.0, 0)) == N1
-    assert place(Placement.LOAD, [almost], N0, GB + 1, 1.0, 0) is None
+    assert choose_agent(Placement.LOAD, CANDIDATES[:1], N0, 1, 1.0, 0) is None
+    assert node_of(choose_agent(Placement.LOAD, [almost], N0, GB, 1.0, 0)) == N1
+    assert choose_agent(Placement.LOAD, [almost], N0, GB + 1, 1.0, 0) is None
 
 
 @given(agents=st.integers(0, 5000), draw=st.integers(0, 1 << 40))

@@ -9,7 +9,7 @@ from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.control import Attempt, CallFault
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.live_stream import Complete
+from kvrs.core.model.streams import Complete
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport
 from kvrs_lab.sim.streams import SimStream

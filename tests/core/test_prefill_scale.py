@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.core.books.prefill_scale import ENOUGH_PREFILLS, MOST, PrefillScale
+from kvrs.core.books.prefills import ENOUGH_PREFILLS, MOST, PrefillScale
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, StreamId

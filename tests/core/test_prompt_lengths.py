@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.core.books.prompt_lengths import PromptLengths
+from kvrs.core.books.prefills import PromptLengths
 from kvrs.core.control import Attempt
 from kvrs.core.model import events as ev
 from kvrs.ids import StreamId

@@ -1,7 +1,7 @@
 """Instances that leave while streams run."""
 
 from kvrs.core.control import Attempt
-from kvrs.core.removal import gone, remove
+from kvrs.core.watch import gone, remove
 from tests.core.test_core import D0, D1, P0, P1, Driver
 
 

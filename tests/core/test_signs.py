@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.core.fleet.signs import Consequence, has_figures, takes_requests, worst
+from kvrs.core.model.reports import Consequence, has_figures, takes_requests, worst
 from kvrs.protocol.instance import FailedQuestion, Fails, LoadReport, WatchQuestion
 
 NONE, DEAD = Consequence.NONE, Consequence.DEAD

@@ -11,13 +11,9 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.configured import Configured
 from kvrs.core.fleet.known import Instances
-from kvrs.core.fleet.silence import (
-    SHORTEST_SILENCE_S,
-    InstanceProgress,
-    SilenceTimer,
-)
-from kvrs.core.model.live_stream import LiveStream, mean_interval_s
+from kvrs.core.fleet.silence import SHORTEST_SILENCE_S, InstanceProgress, SilenceTimer
 from kvrs.core.model.member import Member
+from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvrs.config.cluster import Backend
-from kvrs.core.fleet.transfers import aborted_transfers
+from kvrs.core.fleet.tested import aborted_transfers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import TRANSFER_S

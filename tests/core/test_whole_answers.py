@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvrs.core import ledger
-from kvrs.core.books.prefill_scale import _Period
+from kvrs.core.books.prefills import _Period
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.routing import PROMPTS_MAX

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.core.fleet.names import ServedName
+from kvrs.core.fleet.known import ServedName
 from kvrs.protocol.instance import Adapter
 from kvrs.protocol.pages import page_tags, root_tag, salt_of
 

@@ -15,8 +15,8 @@ from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
-from kvrs.core.model.live_stream import Copy, LiveStream
 from kvrs.core.model.member import Member
+from kvrs.core.model.streams import Copy, LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import STORE, AgentInfo, AgentReport, Role
 

@@ -1,16 +1,18 @@
 """The configured instances and agents, with the state of each.
 
 Only one model is served at a time. There are no agents when `backup.mode` is off.
+
+Names of a model in requests: its own, its aliases, and those of its adapters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from math import inf
 
 import msgspec
 
 from kvrs.core.configured import Configured
-from kvrs.core.fleet.names import ServedName, served_names
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import UNKNOWN, Health, Member
@@ -20,6 +22,63 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import engine_step_s, prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import EPOCHS_PER_START, AgentInfo, Capability, InstanceInfo, Role
+
+
+class ServedName(msgspec.Struct, frozen=True):
+    """A model name that clients may use."""
+
+    name: str
+    # Key that an instance must have among its `name_keys` to get streams of this name; empty: every
+    # instance serves the name.
+    key: str = ""
+    parent: str | None = None  # Base model of an adapter; None: no adapter.
+    root: str | None = None  # Path of an adapter's weights; None: no adapter.
+
+    @property
+    def adapter(self) -> str:
+        """The adapter's part of the salt of its pages; empty: no adapter."""
+        return "" if self.parent is None else self.key
+
+
+def listed_names(info: InstanceInfo) -> list[str]:
+    """Names that an instance serves, for display."""
+    names = info.names
+    return [info.model, *names.aliases, *(adapter.name for adapter in names.adapters)]
+
+
+def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedName]:
+    """All names that both a prefill and a decode instance serve, the model's own first. If
+    instances load an adapter from different places, the place of most instances counts.
+    """
+    infos = list(infos)
+    found: dict[str, ServedName] = {}
+    counts: dict[Role, Counter[str]] = {role: Counter() for role in (Role.PREFILL, Role.DECODE)}
+    for info in infos:
+        for alias in info.names.aliases:
+            found.setdefault(alias, ServedName(alias, alias))
+        for adapter in info.names.adapters:
+            served = ServedName(adapter.name, adapter.key, model, adapter.root)
+            found.setdefault(adapter.key, served)
+        for role, count in counts.items():
+            if info.role in (role, Role.BOTH):
+                count.update(set(info.name_keys))
+    # A role without a known instance may serve any name.
+    needed = [
+        count for role, count in counts.items() if any(i.role in (role, Role.BOTH) for i in infos)
+    ]
+    names = {model: ServedName(model)}
+    for each in sorted(
+        found.values(), key=lambda each: sum(c[each.key] for c in needed), reverse=True
+    ):
+        if all(count[each.key] for count in needed):
+            names.setdefault(each.name, each)
+    return names
+
+
+def is_served_at(info: InstanceInfo, key: str) -> bool:
+    """Return whether the instance serves the name with this key."""
+    return not key or key in info.name_keys
+
 
 # Number of an instance's last starts to which a late report of an exit is still attributed.
 _STARTS_KEPT = 8

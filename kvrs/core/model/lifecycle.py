@@ -62,7 +62,7 @@ StreamEvent = ev.OfStream | InstanceLeft | AlarmDue | SlotFree
 
 
 class Step(Enum):
-    """The effect of an event on a stream; `kvrs.core.steps.STEPS` has the function of each."""
+    """The effect of an event on a stream; `kvrs.core.recovery.STEPS` has the function of each."""
 
     ADMIT = "admit"
     ADOPT = "adopt"

@@ -94,7 +94,7 @@ class AnswerHealth:
     abrupt_s: float = -inf  # Time of the last failure without an error message.
     is_ejected: bool = False
     ejections: int = 0
-    quick_deaths: int = 0  # Previous quick deaths in a row (`core/instances.py`).
+    quick_deaths: int = 0  # Previous quick deaths in a row (`core/recovery.py`).
     readmitted_s: float = -inf
     cause: str = ""  # Reason why the instance was last closed to new requests.
     closed_s: float = -inf
@@ -265,7 +265,7 @@ class ComputeTimes:
 
     full_table: PrefillTable = field(init=False)  # The prefill table with all ranks.
     table: PrefillTable = field(init=False)  # The prefill table with the present ranks.
-    # The prefill table before it is scaled by what the proxy observes (`books/prefill_scale.py`): a
+    # The prefill table before it is scaled by what the proxy observes (`books/prefills.py`): a
     # guess, or one that the settings name. None: the instance has measured its own.
     observed: PrefillTable | None = None
     prefill_factor: float = 1.0  # Factor of the prefill table after a loss of ranks.

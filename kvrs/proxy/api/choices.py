@@ -5,7 +5,7 @@ head.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvrs.core.model.live_stream import Complete
+from kvrs.core.model.streams import Complete
 from kvrs.protocol.openai.chunks import Choice, usage_of
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.driver import Driver

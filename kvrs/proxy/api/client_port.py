@@ -14,11 +14,10 @@ import msgspec
 from multidict import CIMultiDictProxy
 
 from kvrs.config.proxy import Inexact, ProxySettings
-from kvrs.core.fleet.known import Instances, Replays
-from kvrs.core.fleet.names import ServedName, is_served_at
+from kvrs.core.fleet.known import Instances, Replays, ServedName, is_served_at
 from kvrs.core.fleet.tested import Continues
 from kvrs.core.model import events as ev
-from kvrs.core.model.live_stream import Complete
+from kvrs.core.model.streams import Complete
 from kvrs.errors import ConfigError, RequestError, UndecodableError, UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.net.connections import ByteBudget

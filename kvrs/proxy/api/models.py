@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import Instances
-from kvrs.core.fleet.names import ServedName
+from kvrs.core.fleet.known import Instances, ServedName
 from kvrs.errors import RequestError
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.proxy.api.answers import json_response

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import others_of_other_format
-from kvrs.core.fleet.names import listed_names
+from kvrs.core.fleet.known import listed_names, others_of_other_format
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId

@@ -1,5 +1,5 @@
 """Questions that a proxy asks a stock engine as it watches it, each beside the others: a late or
-failing answer delays no other one. `kvrs/core/fleet/signs.py` has what follows from it.
+failing answer delays no other one. `kvrs/core/model/reports.py` has what follows from it.
 """
 
 import asyncio

@@ -127,7 +127,7 @@ class VllmMetrics:
         vLLM's times of prefill (`request_prefill_time_seconds`) and of the first token are bounds
         from above too: of several prompts in one step each counts all of it, and the first token's
         also has the queue. So the scale of a prefill table is not taken from them, but from the
-        busy periods that the proxy sees (`core/books/prefill_scale.py`).
+        busy periods that the proxy sees (`core/books/prefills.py`).
         """
         for name in _INTERVALS:
             if count := sum(self._values(f"{name}_count")):

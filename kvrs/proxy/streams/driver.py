@@ -22,13 +22,13 @@ from kvrs.core.configured import Configured
 from kvrs.core.control import Attempt, CallFault, Control
 from kvrs.core.fleet.known import all_refused
 from kvrs.core.fleet.silence import SilenceTimer
-from kvrs.core.fleet.transfers import AbortedTransfers, aborted_transfers
+from kvrs.core.fleet.tested import AbortedTransfers, aborted_transfers
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
-from kvrs.core.model.live_stream import CannotContinue, Complete
-from kvrs.core.model.live_stream import Outcome as CoreOutcome
 from kvrs.core.model.member import Health, Member
+from kvrs.core.model.streams import CannotContinue, Complete
+from kvrs.core.model.streams import Outcome as CoreOutcome
 from kvrs.core.watch import DeathCause
 from kvrs.errors import ConfigError, KvrsError, UndecodableError, UpstreamError
 from kvrs.ids import InstanceId, StreamId

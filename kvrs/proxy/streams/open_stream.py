@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.core.fleet.self_tests import TestedProcess
-from kvrs.core.model.live_stream import Complete, LiveStream
+from kvrs.core.model.streams import Complete, LiveStream
 from kvrs.errors import UndecodableError
 from kvrs.ids import InstanceId
 from kvrs.process.eager_task import EagerTask

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvrs.core.model.live_stream import mean_interval_s
+from kvrs.core.model.streams import mean_interval_s
 from kvrs.proxy.streams.open_stream import OpenStream, StreamPhase
 
 SECONDS = (

@@ -9,10 +9,10 @@ import msgspec
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
-from kvrs.core.fleet.gpus import RankDue
+from kvrs.core.fleet.drains import RankDue
 from kvrs.core.model.agent import Agent
 from kvrs.core.model.member import Health, Member
-from kvrs.core.removal import gone, remove, remove_agent
+from kvrs.core.watch import gone, remove, remove_agent
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import instance_keys

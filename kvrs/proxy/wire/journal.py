@@ -11,8 +11,8 @@ from functools import partial
 
 from kvrs.core.fleet.known import Replays
 from kvrs.core.model import events as ev
-from kvrs.core.model.live_stream import mean_interval_s
 from kvrs.core.model.prefixes import Prefix
+from kvrs.core.model.streams import mean_interval_s
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import (
     NO_FACTS,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from kvrs.core.fleet.lateness import Lateness
-from kvrs.core.fleet.silence import SilenceTimer
+from kvrs.core.fleet.silence import Lateness, SilenceTimer
 from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # Interval of the timer's ticks, and so the longest delay of a watchdog's look.
@@ -100,7 +99,7 @@ _wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDict
 class Watchdog:
     """A block that must call `heard()` within `limit_s(heard_s, now_s)`, except while `paused()`;
     otherwise leaving it raises SilentError. Time that the lateness of the own event loop excuses
-    is no silence (`lateness.py`); a patient watchdog, with a limit of seconds, ignores short
+    is no silence (`silence.py`); a patient watchdog, with a limit of seconds, ignores short
     stalls. (Like `asyncio.timeout`, without its timer and coroutines.)
     """
 

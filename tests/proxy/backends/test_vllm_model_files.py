@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.core.books.prefill_scale import PrefillScale
+from kvrs.core.books.prefills import PrefillScale
 from kvrs.errors import ConfigError
 from kvrs.proxy.backends.model_files import ModelFiles, find_model
 from kvrs_testkit.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Servers, Vllms
