@@ -4,7 +4,7 @@ of an instance would measure its own, since none of them is undisturbed.
 
 from pathlib import Path
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine import warm_up
 from kvrs_engine.engine.worker import Worker
 

@@ -8,8 +8,7 @@ from random import Random
 from typing import Any
 
 from kvrs.config.backup import BackupMode, Placement
-from kvrs.config.cluster import pipeline_nodes
-from kvrs.config.engine import Planner
+from kvrs.config.cluster import Planner, pipeline_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import Dispatch, Handoff, PolicyName
 from kvrs.protocol.instance import Role

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.elastic.grain import Grain
 from kvrs_engine.elastic.layouts import SPREAD, Layout, Stage
 from kvrs_engine.elastic.shares import Share

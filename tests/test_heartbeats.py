@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import uvloop
 
-from kvrs.config.tls import PeerTlsSettings
+from kvrs.config.security import PeerTlsSettings
 from kvrs.net import heartbeats, http
 from kvrs.net.connections import ConnectionLimits
 from kvrs.net.proving import ProvingConnector

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from kvrs.config.tls import TlsSettings
+from kvrs.config.security import TlsSettings
 from kvrs.errors import RequestError
 from kvrs.net import server
 from kvrs.net.connections import ConnectionLimits

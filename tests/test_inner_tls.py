@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.config.tls import PeerTlsSettings
+from kvrs.config.security import PeerTlsSettings
 from kvrs.ids import InstanceId
 from kvrs.net import tls
 from kvrs.net.admin import AdminClient, AdminError

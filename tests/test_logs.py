@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.config.logs import LogLevel
+from kvrs.config.sections import LogLevel
 from kvrs.errors import ConfigError
 from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS, RowLog, log_to
 

@@ -72,7 +72,7 @@ MOST_TOP_MODULES = 8
 PURE = {
     *(f"kvrs.{name}" for name in ("ids", "errors", "release_order", "sums")),
     *(f"kvrs.{name}" for name in ("protocol", "config", "core", "profiles")),
-    "kvrs.process.private_files",
+    "kvrs.config.settings",
     *(f"kvrs.transfer.{name}" for name in (*("meter", "limiter", "store.book"),)),
     *(f"kvrs.gossip.{name}" for name in ("authenticator", "facts", "swim", "wire")),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrs.config.engine import ElasticSettings, EngineSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings
 from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import Layout, staged, uneven

@@ -24,7 +24,7 @@ from statistics import median
 from experiments.command_line import parser_of
 from experiments.experts.stepping import group_of, step_of
 from experiments.record import Record
-from kvrs.config.engine import ExpertSettings
+from kvrs.config.cluster import ExpertSettings
 from kvrs.errors import RanksLostError
 from kvrs_engine.engine.ranks.group import RankGroup
 from kvrs_engine.engine.ranks.routed import APART_S

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import ElasticSettings, EngineSettings, ExpertSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings, ExpertSettings, InstanceSettings
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs_engine.engine.model_config import ModelConfig

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from kvrs.config.command_line import CommandLine
+from kvrs.config.origin import CommandLine
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy

@@ -16,7 +16,7 @@ import numpy as np
 from experiments.command_line import parser_of
 from experiments.random_model import VOCAB, write_random_llama
 from experiments.record import Record
-from kvrs.config.engine import ElasticSettings, EngineSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings
 from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven
 from kvrs_engine.elastic.placing import least_loaded

@@ -47,7 +47,7 @@ from kvrs.cli import app
 from kvrs.config.cluster import Backend
 from kvrs.config.document import parse_yaml
 from kvrs.config.file import Config, parse_config
-from kvrs.config.first_file import first_file
+from kvrs.config.schema import first_file
 from kvrs.config.settings import Settings
 from kvrs.proxy.server import Proxy
 

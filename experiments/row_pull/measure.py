@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.pages import TAG_BYTES, Tag

@@ -17,7 +17,7 @@ from typing import Any
 from experiments.command_line import parser_of
 from experiments.random_model import write_random_llama
 from experiments.record import Record
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 

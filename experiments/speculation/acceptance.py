@@ -17,7 +17,7 @@ from typing import Any
 from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import interval
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.protocol.instance import DraftChoice, MirrorUpdate
 from kvrs_engine.engine.sampler import SamplingParams, sample
 from kvrs_engine.engine.speculation.drafting import Drafting

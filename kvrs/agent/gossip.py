@@ -13,7 +13,7 @@ import msgspec
 from kvrs.agent.gpu import GpuMonitor, open_sensor
 from kvrs.agent.node import NodeAgent
 from kvrs.agent.record_publisher import POLL_INTERVAL_S, RecordPublisher
-from kvrs.config.addresses import gossip_seeds
+from kvrs.config.across_sections import gossip_seeds
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.errors import GossipError

@@ -18,7 +18,7 @@ from kvrs.cli.examples import examples
 from kvrs.cli.extras import Commands
 from kvrs.cli.pages import docs
 from kvrs.cli.top import top
-from kvrs.config.logs import LogLevel
+from kvrs.config.sections import LogLevel
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS
 

@@ -13,9 +13,7 @@ import kvrs.cli.options as opt
 from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.document import KeyPath, comment, commented_yaml, shown_path
-from kvrs.config.file import Config, checked, load_config, load_source
-from kvrs.config.overrides import unread
-from kvrs.config.source import leaves
+from kvrs.config.file import Config, checked, leaves, load_config, load_source, unread
 from kvrs.errors import ConfigError
 
 File = Annotated[Path, typer.Argument(help="YAML file")]
@@ -106,7 +104,7 @@ def _without(node: Any, left_out: Set[KeyPath], above: KeyPath = ()) -> Any:
 
 def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:
     """Write a first configuration file with comments."""
-    from kvrs.config.first_file import first_file
+    from kvrs.config.schema import first_file
 
     try:
         with file.open("x", encoding="utf-8") as new:

@@ -15,8 +15,8 @@ from rich.text import Text
 
 import kvrs.cli.options as opt
 from kvrs.cli.findings import Finding, Level, has_failed
-from kvrs.config.command_line import CommandLine
 from kvrs.config.file import load_config
+from kvrs.config.origin import CommandLine
 
 if TYPE_CHECKING:
     from kvrs.cli.cluster_checks import ProxyAnswer

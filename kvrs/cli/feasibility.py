@@ -16,10 +16,9 @@ from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.distserve import check_home
 from kvrs.config.exposure import check_exposure, notes
-from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
-from kvrs.config.source import Source
+from kvrs.config.file import ENV_NAME, Config, Source, read_admin_tokens, read_secrets
+from kvrs.config.security import TlsSettings
 from kvrs.config.tenants import read_tenants
-from kvrs.config.tls import TlsSettings
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.tracing.settings import trace_settings

@@ -18,7 +18,7 @@ from kvrs.cli.feasibility import faults_of, private_files, remarks_on, tls_secti
 from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
 from kvrs.config.exposure import has_peers_or_agents, needs_secret
 from kvrs.config.file import ENV_NAME, Config
-from kvrs.config.tls import TlsSettings
+from kvrs.config.security import TlsSettings
 from kvrs.process.memory import free_bytes
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from kvrs.config.cluster import Backend
-from kvrs.config.command_line import CommandLine
 from kvrs.config.exposure import needs_secret
 from kvrs.config.file import ENV_NAME, Config, read_secrets
+from kvrs.config.origin import CommandLine
 from kvrs.errors import ConfigError
 
 

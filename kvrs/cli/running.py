@@ -12,14 +12,8 @@ import typer
 import kvrs.cli.options as opt
 from kvrs.cli.proxy_options import command_line, secrets_of_proxy
 from kvrs.cli.top import AdminConfig, AdminUrl
-from kvrs.config.file import (
-    Config,
-    checked,
-    load_config,
-    load_source,
-)
-from kvrs.config.origin import ConfigFile, UpCommand
-from kvrs.config.workers import WorkerPlan, with_proxy, worker_config
+from kvrs.config.file import Config, checked, load_config, load_source
+from kvrs.config.origin import ConfigFile, UpCommand, WorkerPlan, with_proxy, worker_config
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 

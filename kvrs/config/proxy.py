@@ -6,8 +6,8 @@ from typing import Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from kvrs.config.security import TlsSettings
 from kvrs.config.settings import NAME, Host, Settings
-from kvrs.config.tls import TlsSettings
 
 MAX_WORKERS = 16
 MAX_PEERS = 32

@@ -1,19 +1,127 @@
 """Sections of the YAML file, each checked on its own."""
 
-from pydantic import Field
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any, TypedDict
+
+from pydantic import Field, field_validator
 
 from kvrs.config.backup import BackupSettings, StatePlaneSettings
-from kvrs.config.cluster import Backend, ClusterSettings
-from kvrs.config.engine import ElasticSettings
-from kvrs.config.gossip import GossipSettings
-from kvrs.config.logs import LogSettings
+from kvrs.config.cluster import Backend, ClusterSettings, ElasticSettings
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.config.profiles import ProfileSettings
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.security import SecuritySettings
 from kvrs.config.settings import EMBEDDED, Settings
-from kvrs.config.speculation import SpeculationSettings
-from kvrs.config.transfer import TransferSettings
+from kvrs.protocol.instance import MOST_DRAFTS
+
+
+class GossipSettings(Settings):
+    """Settings of SWIM with Lifeguard; all else is constant."""
+
+    enabled: bool = False
+    """Agents and proxies are members, at `cluster.nodes[].agent.gossip_port` and
+    `proxy.gossip_port`. Each node then needs an agent, whatever `backup.mode` is.
+    """
+    probe_interval_s: float = Field(default=0.5, ge=0.05, le=60)
+    """One member is probed per interval, by up to three pings, and suspected if it has not answered
+    by the end of the interval. All other intervals of gossip are multiples of it. 2.5 suits round
+    trips of up to half a second.
+    """
+
+
+class LogFormat(StrEnum):
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogOptions(TypedDict):
+    level: str
+    as_json: bool
+
+
+class LogSettings(Settings):
+    format: LogFormat = Field(default=LogFormat.CONSOLE, strict=False)
+    """console: a line of words and key=value; json: an object per line."""
+    level: LogLevel = Field(default=LogLevel.INFO, strict=False)
+    """Lowest level that is logged; `kvrs --log-level` and KVRS_LOG_LEVEL override it."""
+    access: bool = False
+    """Log a line for each request of a client (docs/guide/monitoring.md#logs)."""
+
+    @property
+    def options(self) -> LogOptions:
+        """Arguments for `log_to` and `log_to_stderr` of `kvrs.process.logs`."""
+        return {"level": self.level.value, "as_json": self.format is LogFormat.JSON}
+
+
+class ProfileSettings(Settings):
+    prefill: str | None = None
+    """Table of prefill times for all instances: the name of one that comes with kvrs, or the path
+    of a file (docs/research/profiles.md). It does not apply to DistServe's decode instances, which
+    read known tokens one per step. null: each instance measures its own; with vLLM and SGLang a
+    guess by the model's size, which learns.
+    """
+
+
+class TransferSettings(Settings):
+    link_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Limit per link between two nodes; transfers within a node have none. null: no limit."""
+    stall_timeout_s: float = Field(default=2.0, gt=0, le=600)
+    """A peer that sends nothing for this long is given up."""
+    probe_interval_s: float = Field(default=2.0, gt=0, le=3600)
+    """A link without traffic for this long is probed."""
+    lease_s: float = Field(default=30.0, gt=0, le=3600)
+    """Time for which prefill retains a hand-off without a renewal."""
+
+
+class DraftSourceName(StrEnum):
+    OFF = "off"
+    DRAFT = "draft"
+
+
+class SpeculationSettings(Settings):
+    source: DraftSourceName = Field(default=DraftSourceName.OFF, strict=False)
+    """Source of drafts: off, draft (a small model, at a restarted instance while its own model
+    loads). Drafts change when tokens come, never which.
+    """
+    draft: str | None = None
+    """Hugging Face directory of the small model, which has the tokenizer of `cluster.model`. null:
+    if the model is generated, one that is generated with it.
+    """
+    pace: str | None = None
+    """Name of a profile: the draft model's steps take that profile's time, and so does loading it
+    at `cluster.engine.disk_bytes_per_s`.
+    """
+    depth: int = Field(default=4, ge=1, le=MOST_DRAFTS)
+    """Drafts of one stream that a step verifies."""
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _off_is_no_truth_value(cls, source: Any) -> Any:
+        # YAML 1.1 reads the word `off` as false.
+        return DraftSourceName.OFF if source is False else source
+
+
+def faults_of_speculation(
+    speculation: SpeculationSettings, cluster: ClusterSettings
+) -> Iterator[str]:
+    source, backend = speculation.source, cluster.backend
+    if source is not DraftSourceName.OFF and backend is not Backend.EMBEDDED:
+        yield (
+            f"speculation.source: got {source.value!r} with backend {backend.value!r}; allowed: "
+            f"'off', or backend 'embedded'"
+        )
+    if source is DraftSourceName.DRAFT and speculation.draft is None and cluster.model is not None:
+        yield (
+            "speculation.draft: missing with source 'draft'; allowed: a Hugging Face directory, or "
+            "no `cluster.model`"
+        )
 
 
 class Sections(Settings):

@@ -11,8 +11,8 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from kvrs.config.file import ADMIN_ENV_NAME, Config, read_admin_tokens
+from kvrs.config.security import TlsSettings
 from kvrs.config.settings import netloc
-from kvrs.config.tls import TlsSettings
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.net.origins import has_origin
 from kvrs.net.tls import pinned_client

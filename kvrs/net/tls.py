@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvrs.config.tls import TlsSettings
+from kvrs.config.security import TlsSettings
+from kvrs.config.settings import fault_of_mode
 from kvrs.errors import ConfigError
 from kvrs.net.connections import PortConnection
-from kvrs.process.private_files import fault_of_mode
 
 log = logging.getLogger(__name__)
 

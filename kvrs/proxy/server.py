@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrs import __version__
-from kvrs.config.addresses import gossip_seeds
+from kvrs.config.across_sections import gossip_seeds
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
 from kvrs.config.settings import HOST_OF_PORT, netloc

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol.frames import Bytes

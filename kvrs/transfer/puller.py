@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import frames

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.frames import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import assert_never
 
-from kvrs.config.engine import Planner
+from kvrs.config.cluster import Planner
 from kvrs_engine.elastic import on_demand, ways
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import MovePlan

@@ -11,7 +11,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from kvrs.config.engine import Planner
+from kvrs.config.cluster import Planner
 from kvrs.sums import sum_in_order
 from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import Layout

@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.config.speculation import DraftSourceName
+from kvrs.config.sections import DraftSourceName
 from kvrs.errors import ConfigError, RequestError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.net.routes import Request, Response

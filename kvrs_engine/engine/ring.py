@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvrs.config.backup import BackupSettings
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import CheckpointTarget

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec
 
-from kvrs.config.engine import ElasticSettings
+from kvrs.config.cluster import ElasticSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.net.http import News

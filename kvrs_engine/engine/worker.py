@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs_engine.elastic import grain

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrs.config.engine import BatchSettings
+from kvrs.config.cluster import BatchSettings
 from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate
 from kvrs_engine.scheduling.alignment import DraftMirror
 from kvrs_engine.scheduling.sequences import Chunk, pages_for

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import assert_never
 
-from kvrs.config.engine import BatchSettings
+from kvrs.config.cluster import BatchSettings
 from kvrs.profiles.tables import PrefillTable
 from kvrs_engine.scheduling.drafts import Proposals, take_back, with_drafts
 from kvrs_engine.scheduling.fair_queue import FairQueue, order

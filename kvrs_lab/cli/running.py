@@ -16,17 +16,10 @@ from kvrs.cli.common import faults_in, say
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, NodeSettings, demo_nodes, pipeline_nodes
 from kvrs.config.exposure import check_exposure
-from kvrs.config.file import (
-    Config,
-    checked,
-    config_digest,
-    load_source,
-    parse_config,
-)
+from kvrs.config.file import Config, Source, checked, config_digest, load_source, parse_config
 from kvrs.config.origin import UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
-from kvrs.config.source import Source
 from kvrs.errors import ConfigError, KvrsError, check_extras
 from kvrs.process.logs import utc_text
 

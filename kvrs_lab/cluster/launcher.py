@@ -21,13 +21,7 @@ import msgspec
 
 from kvrs.config.cluster import Backend
 from kvrs.config.distserve import check_home
-from kvrs.config.file import (
-    ENV_NAME,
-    Config,
-    config_digest,
-    read_admin_tokens,
-    read_secret,
-)
+from kvrs.config.file import ENV_NAME, Config, config_digest, read_admin_tokens, read_secret
 from kvrs.config.origin import UpCommand
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId

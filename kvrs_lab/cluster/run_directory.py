@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from kvrs.config.file import Config, dump_config
-from kvrs.config.speculation import DraftSourceName
+from kvrs.config.sections import DraftSourceName
 from kvrs.errors import ConfigError
 from kvrs_lab.cluster.guard import start_guard
 from kvrs_lab.cluster.processes import LaunchError, Progress

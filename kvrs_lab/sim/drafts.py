@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from kvrs.config.speculation import DraftSourceName
+from kvrs.config.sections import DraftSourceName
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate, SpeculationReport
 from kvrs_engine.scheduling.assisted import AssistedStreams, DraftCounts

@@ -8,7 +8,7 @@ page.
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from kvrs.config.speculation import DraftSourceName
+from kvrs.config.sections import DraftSourceName
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     Capability,

@@ -11,7 +11,7 @@ from functools import partial
 from zlib import crc32
 
 from kvrs.config.file import Config
-from kvrs.config.speculation import DraftSourceName
+from kvrs.config.sections import DraftSourceName
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog

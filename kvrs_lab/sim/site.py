@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvrs.cli import app
 from kvrs.cli.pages import pages
 from kvrs.config.cluster import Backend
-from kvrs.config.first_file import first_file
+from kvrs.config.schema import first_file
 from tests.test_tidy import RANK
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs_engine.engine.sampler import logprobs_of

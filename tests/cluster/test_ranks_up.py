@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs_engine.engine.random_model import write_tiny_model

@@ -6,9 +6,9 @@ import pytest
 
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend
-from kvrs.config.command_line import CommandLine
 from kvrs.config.exposure import needs_secret
 from kvrs.config.file import Config, parse_config
+from kvrs.config.origin import CommandLine
 from kvrs.config.proxy import Inexact
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import Role

@@ -10,11 +10,9 @@ from typer.testing import CliRunner, Result
 
 from kvrs.cli import app
 from kvrs.config.cluster import Backend
-from kvrs.config.file import Config, load_config, parse_config
-from kvrs.config.first_file import first_file
+from kvrs.config.file import Config, leaves, load_config, parse_config
 from kvrs.config.presets import SystemPreset
-from kvrs.config.schema import json_schema, with_commands
-from kvrs.config.source import leaves
+from kvrs.config.schema import first_file, json_schema, with_commands
 from kvrs.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"

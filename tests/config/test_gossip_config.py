@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.addresses import gossip_seeds
+from kvrs.config.across_sections import gossip_seeds
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.settings import read_private
+from kvrs.config.settings import fault_of_mode, read_private
 from kvrs.errors import ConfigError
-from kvrs.process.private_files import fault_of_mode
 
 ROOT, USER, OTHER = 0, 10001, 10002
 

@@ -9,10 +9,8 @@ import yaml
 from jsonschema import Draft7Validator, Draft202012Validator  # type: ignore[import-untyped]
 
 from kvrs.config.cluster import Backend
-from kvrs.config.file import Config, load_config
-from kvrs.config.first_file import first_file
-from kvrs.config.schema import _NAMES, description, json_schema
-from kvrs.config.source import leaves
+from kvrs.config.file import Config, leaves, load_config
+from kvrs.config.schema import _NAMES, description, first_file, json_schema
 from tools.reference import chart_schema, example, markdown
 
 ROOT = Path(__file__).parents[2]

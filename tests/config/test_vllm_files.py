@@ -10,7 +10,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.document import parse_yaml
 from kvrs.config.exposure import needs_secret
 from kvrs.config.file import parse_config
-from kvrs.config.first_file import first_file
+from kvrs.config.schema import first_file
 from kvrs.errors import ConfigError
 from kvrs_testkit.vllm_cluster import document
 

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.config.addresses import gossip_members
+from kvrs.config.across_sections import gossip_members
 from kvrs.config.file import parse_config
-from kvrs.config.workers import WorkerPlan, with_proxy, worker_config
+from kvrs.config.origin import WorkerPlan, with_proxy, worker_config
 from kvrs.errors import ConfigError
 from kvrs.proxy.process.workers import check_shared_ports
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
-from kvrs.config.profiles import ProfileSettings
+from kvrs.config.sections import ProfileSettings
 from kvrs.core.configured import Configured
 from kvrs.core.control import Attempt, Control
 from kvrs.core.fleet.known import Instances

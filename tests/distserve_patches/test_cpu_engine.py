@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distserve_patches.cpu.memory import handle_of, open_handle
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distserve_patches.cpu import memory, model
 from distserve_patches.cpu.group import Group, new_group_id
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
 from kvrs_engine.engine import random_model

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from distserve_patches.jobs import Job, Stage
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import TransferError
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk

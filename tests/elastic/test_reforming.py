@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.config.engine import Planner
+from kvrs.config.cluster import Planner
 from kvrs_engine.elastic import cmm, on_demand
 from kvrs_engine.elastic.layouts import SPREAD, Layout, staged, uneven, validate
 from kvrs_engine.elastic.moving import LinkRates

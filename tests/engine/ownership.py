@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.protocol.geometry import KvGeometry
 from kvrs_engine.elastic.trees import Node, combine, cover, steps
 from kvrs_engine.engine.kv_pool import KvPool

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import prefill_table

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
 from kvrs.protocol.pages import CheckpointClaim, Tag, page_tags

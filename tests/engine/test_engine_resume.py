@@ -16,7 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import ChatChunkChoice
 from kvrs.protocol.openai.requests import (

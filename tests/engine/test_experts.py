@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.elastic.shares import Share
 from kvrs_engine.engine.layers.exchange import ALONE
 from kvrs_engine.engine.layers.experts import Experts, Router, Routing

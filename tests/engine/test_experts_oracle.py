@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.random_experts import ExpertsModel, write_experts_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs_engine.engine.model_config import ExpertsConfig, ModelConfig, Rope, RopeScaling
 from kvrs_engine.engine.worker import Worker

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine.layers.proofs import sample
 from kvrs_engine.engine.model_config import ModelConfig
 from kvrs_engine.engine.models import probe

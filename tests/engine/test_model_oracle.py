@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 

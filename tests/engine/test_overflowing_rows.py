@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.text.output import TextDelta
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig

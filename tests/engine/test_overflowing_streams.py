@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine.worker import Worker
 from kvrs_engine.scheduling.sequences import Chunk
 from kvrs_testkit.noted_prefill import note_prefill

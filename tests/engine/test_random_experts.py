@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs.text.output import load_tokenizer
 from kvrs_engine.engine.layers.experts import Router, Routing

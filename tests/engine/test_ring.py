@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvrs.config.backup import BackupSettings
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.pages import root_tag
 from kvrs.transfer.peers import Peer

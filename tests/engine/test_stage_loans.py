@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from kvrs.config.engine import ElasticSettings
+from kvrs.config.cluster import ElasticSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.net.http import News

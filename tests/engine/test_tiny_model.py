@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.text.output import load_tokenizer
 from kvrs_engine.engine import warm_up
 from kvrs_engine.engine.models import digests

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import KvrsError
 from kvrs_engine.elastic.trees import Node, combine, cover
 from kvrs_engine.engine.layers import proofs

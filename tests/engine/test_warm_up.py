@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.engine.models import digests
 from kvrs_engine.engine.models.digests import NOTE_NAME, units_root
 from kvrs_engine.engine.worker import Worker

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from kvrs.config import origin
-from kvrs.config.command_line import CommandLine
 from kvrs.config.file import Config, config_digest, load_config, parse_config
+from kvrs.config.origin import CommandLine
 from kvrs.core.event_log import LogEntry, read, rerun
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.workers import WorkerPlan
+from kvrs.config.origin import WorkerPlan
 from kvrs.proxy.process.workers import _Workers
 from kvrs_testkit.proxy_cluster import WITHIN_S
 

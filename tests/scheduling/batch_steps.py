@@ -1,6 +1,6 @@
 """Short words for the stories about the batch scheduler."""
 
-from kvrs.config.engine import BatchSettings
+from kvrs.config.cluster import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.pages import root_tag
 from kvrs_engine.scheduling.pages import PageManager

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.protocol.instance import Burst, DraftChoice, MirrorUpdate
 from kvrs_engine.scheduling.draft_batches import DraftBatches
 

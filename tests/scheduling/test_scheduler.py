@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from kvrs.config.engine import BatchSettings
+from kvrs.config.cluster import BatchSettings
 from kvrs.ids import StreamId
 from kvrs_engine.scheduling.drafts import MOST_ROWS
 from kvrs_engine.scheduling.pace import Pace

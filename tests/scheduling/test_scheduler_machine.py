@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrs.config.engine import BatchSettings
+from kvrs.config.cluster import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.pages import Tag, page_tags, root_tag
 from kvrs_engine.scheduling.fair_queue import order

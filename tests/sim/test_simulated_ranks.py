@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.engine import Planner
+from kvrs.config.cluster import Planner
 from kvrs.core.event_log import rerun
 from kvrs.ids import InstanceId
 from kvrs_engine.elastic.layouts import Layout

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import checksum_of

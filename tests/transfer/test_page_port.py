@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import kvrs.transfer.server as server_module
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames

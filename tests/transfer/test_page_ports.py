@@ -13,7 +13,7 @@ import pytest
 import torch
 from ray.exceptions import RayActorError
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import HEADER_BYTES, encode_pull
 from kvrs.protocol.pages import TAG_BYTES, PullFrame, Tag, TrafficClass
@@ -581,7 +581,7 @@ async def test_a_probe_of_a_dead_peer_changes_nothing() -> None:
 SERVER_PROCESS = """
 import asyncio
 from tests.transfer.test_page_transfer import SECRET, SERVER, holding
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.server import PageServer

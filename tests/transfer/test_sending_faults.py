@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.pages import TAG_BYTES, Tag
 from kvrs.transfer.limiter import LinkRate, SendingFaults

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.protocol.frames import Bytes
 from kvrs.protocol.pages import TrafficClass

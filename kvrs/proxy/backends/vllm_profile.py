@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.config.command_line import ALLOWED_URL, place_of
+from kvrs.config.origin import ALLOWED_URL, place_of
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.profiles.catalog import PrefillPoints, Profile, faults_of_out, write_profile
 from kvrs.proxy.backends.cluster import VLLM_API_KEY

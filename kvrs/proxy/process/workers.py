@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.config.workers import WorkerPlan
+from kvrs.config.origin import WorkerPlan
 from kvrs.errors import ConfigError
 
 log = logging.getLogger(__name__)

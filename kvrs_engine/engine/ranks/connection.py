@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.net.names import first_address

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvrs.config.engine import ElasticSettings, EngineSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import LayoutInfo, RankInfo
 from kvrs.protocol.pages import Cell, Part

@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrs.config.cluster import stage_host_id
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings, stage_host_id
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.errors import (
     ConfigError,

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.pages import TAG_BYTES, Cell, Tag, TrafficClass

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvrs.config.engine import ElasticSettings, EngineSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.layouts import Layout

@@ -12,7 +12,7 @@ from dataclasses import replace
 from queue import Empty
 from typing import assert_never
 
-from kvrs.config.engine import ElasticSettings
+from kvrs.config.cluster import ElasticSettings
 from kvrs.config.policy import LOOKAHEAD_TOKENS
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.process.memory import free_bytes

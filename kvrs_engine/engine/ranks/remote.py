@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.pages import Cell, Part

@@ -1,6 +1,6 @@
 """The load of an instance's experts, and the times at which their copies are re-balanced."""
 
-from kvrs.config.engine import ExpertSettings
+from kvrs.config.cluster import ExpertSettings
 from kvrs.process.memory import free_bytes
 from kvrs.protocol.instance import ExpertReport
 from kvrs_engine.elastic.experts import Rebalanced, TileHistory, Tiles, rebalance, skew

@@ -24,8 +24,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kvrs.config.cluster import MAX_RANKS
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import MAX_RANKS, EngineSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.transfer.peers import Identity

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from kvrs.config.cluster import Backend, InstanceSettings
-from kvrs.config.engine import ElasticSettings
+from kvrs.config.cluster import Backend, ElasticSettings, InstanceSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError, LayoutError
 from kvrs_engine.elastic.layouts import Layout, hybrid, staged, uneven

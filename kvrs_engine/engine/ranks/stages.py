@@ -14,7 +14,7 @@ from queue import Empty
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import ElasticSettings, EngineSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.experts import Tiles

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.config.engine import EngineSettings, Planner
+from kvrs.config.cluster import EngineSettings, Planner
 from kvrs.errors import KvrsError
 from kvrs.transfer.shared_memory import receive, rights
 from kvrs_engine.elastic.layouts import Layout

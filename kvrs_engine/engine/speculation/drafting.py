@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.protocol.instance import Burst, DraftChoice
 from kvrs_engine.engine.sampler import SamplingParams, sample
 from kvrs_engine.engine.worker import Worker

@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from kvrs.config.speculation import DraftSourceName, SpeculationSettings
+from kvrs.config.sections import DraftSourceName, SpeculationSettings
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import (
     HEARTBEAT_S,

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs_engine.engine.random_model import LAYERS, random_tokenizer, random_weights, write_model
 from kvrs_engine.engine.worker import Worker

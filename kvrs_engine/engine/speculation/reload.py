@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.config.speculation import DraftSourceName
+from kvrs.config.sections import DraftSourceName
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import ProvingConnector, instance_keys

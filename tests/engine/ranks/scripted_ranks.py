@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvrs.config.engine import ElasticSettings
+from kvrs.config.cluster import ElasticSettings
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.moving import LinkRates

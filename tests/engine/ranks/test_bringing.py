@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.pages import Tag

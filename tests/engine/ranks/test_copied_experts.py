@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.engine import ElasticSettings, ExpertSettings
+from kvrs.config.cluster import ElasticSettings, ExpertSettings
 from kvrs.errors import RanksLostError
 from kvrs_engine.elastic.units import Unit, UnitKind
 from kvrs_engine.elastic.ways import Way

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs_engine.elastic.layouts import validate
 from kvrs_engine.engine.layers.proofs import same_bytes
 from kvrs_engine.engine.model_config import ModelConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from kvrs.config.engine import ElasticSettings, Planner
+from kvrs.config.cluster import ElasticSettings, Planner
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import UnitKind

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import EngineSettings
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.cluster import EngineSettings, InstanceSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role

@@ -19,7 +19,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from kvrs.config.engine import ElasticSettings, EngineSettings, Planner
+from kvrs.config.cluster import ElasticSettings, EngineSettings, Planner
 from kvrs.config.file import parse_config
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId

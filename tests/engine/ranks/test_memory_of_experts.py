@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.engine import ElasticSettings, ExpertSettings
+from kvrs.config.cluster import ElasticSettings, ExpertSettings
 from kvrs.errors import RanksLostError
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.units import UnitKind, Units

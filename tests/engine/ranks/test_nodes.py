@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvrs.config.file import Config
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.pages import Part

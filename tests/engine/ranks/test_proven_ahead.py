@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.config.engine import Planner
+from kvrs.config.cluster import Planner
 from kvrs_engine.elastic.layouts import SPREAD, Layout, staged, uneven
 from kvrs_engine.elastic.on_demand import survivors
 from kvrs_engine.elastic.shares import Share

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import ElasticSettings, EngineSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings, InstanceSettings
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role

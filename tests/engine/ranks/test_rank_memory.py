@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.config.engine import ElasticSettings, EngineSettings
+from kvrs.config.cluster import ElasticSettings, EngineSettings
 from kvrs.transfer.shared_memory import Region
 from kvrs_engine.elastic.layouts import Layout
 from kvrs_engine.elastic.plans import HOST, Move

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import ElasticSettings, ExpertSettings
+from kvrs.config.cluster import ElasticSettings, ExpertSettings, InstanceSettings
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError

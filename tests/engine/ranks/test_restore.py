@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from torch import Tensor
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.pages import Cell, TrafficClass

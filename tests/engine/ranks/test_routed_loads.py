@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.config.engine import ExpertSettings
+from kvrs.config.cluster import ExpertSettings
 from kvrs.ids import InstanceId
 from kvrs_engine.elastic import on_demand
 from kvrs_engine.elastic.layouts import Layout, staged, uneven

@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import ElasticSettings, Planner
+from kvrs.config.cluster import ElasticSettings, InstanceSettings, Planner
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.file import Config
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.pages import Tag
 from kvrs.protocol.secrets import Scope

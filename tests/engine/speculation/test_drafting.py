@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import DraftChoice, MirrorUpdate
 from kvrs_engine.engine.sampler import SamplingParams, sample

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import torch
 
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import EngineSettings
 from kvrs.config.file import Config, parse_config
 from kvrs_engine.engine.anchored import AnchoredMemory
 from kvrs_engine.engine.models.reading import WeightReading

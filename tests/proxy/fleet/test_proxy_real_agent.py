@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import Config, dump_config, parse_config
-from kvrs.config.transfer import TransferSettings
+from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.pages import Tag
 from kvrs.transfer.checkpoint_sender import PagePusher
