@@ -12,7 +12,8 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.config.sections import LogLevel
 from kvrs.errors import ConfigError
-from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS, RowLog, log_to
+from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS, log_to
+from kvrs.process.row_log import RowLog
 
 log = logging.getLogger("kvrs.tests")
 

@@ -1,9 +1,5 @@
-"""Log lines: a line per event, with its facts as key=value pairs or as a JSON object.
+"""Log lines: a line per event, with its facts as key=value pairs or as a JSON object."""
 
-Writer that gathers log lines with the same message and writes them together.
-"""
-
-import asyncio
 import json
 import logging
 import os
@@ -11,7 +7,7 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +16,7 @@ from typing import Any, TextIO
 LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
 
-# Attribute of a log record that holds several rows, each of which becomes a line (`RowLog`).
+# Attribute of a log record that holds several rows, each of which becomes a line (`row_log.py`).
 ROWS = "rows"
 _encode = json.JSONEncoder(default=str).encode
 
@@ -122,31 +118,3 @@ def old_parts(path: Path) -> dict[int, Path]:
         for each in path.parent.iterdir()
         if (found := numbered.fullmatch(each.name)) is not None
     }
-
-
-_TOGETHER_S = 0.2  # Seconds for which rows are gathered before they are written together.
-_MOST_TOGETHER = 256
-
-
-class RowLog:
-    """Writer of log lines with the same message in batches, since writing a line takes as long as
-    the work that it reports. A killed process loses the lines of the last moment.
-    """
-
-    def __init__(self, log: logging.Logger, message: str, wall_clock: Callable[[], float]) -> None:
-        self._log = log
-        self._message = message
-        self._wall_clock = wall_clock
-        self._rows: list[Row] = []
-
-    def add(self, facts: Mapping[str, Any]) -> None:
-        if not self._rows:
-            asyncio.get_running_loop().call_later(_TOGETHER_S, self.write)
-        self._rows.append((self._wall_clock(), facts))
-        if len(self._rows) == _MOST_TOGETHER:
-            self.write()
-
-    def write(self) -> None:
-        rows, self._rows = self._rows, []
-        if rows:
-            self._log.info(self._message, extra={ROWS: rows})

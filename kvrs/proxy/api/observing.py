@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvrs.errors import RequestError
 from kvrs.net.connections import UNSENT_BYTES
 from kvrs.net.routes import UNKNOWN_ROUTE, Handler, Request, Response
-from kvrs.process.logs import RowLog
+from kvrs.process.row_log import RowLog
 from kvrs.protocol.anthropic import OVERLOADED
 from kvrs.proxy.api.answers import bug_response, error_response, in_the_form_of
 from kvrs.proxy.api.picked import EndpointPicker

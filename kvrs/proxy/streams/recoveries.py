@@ -15,7 +15,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.rules.base import best_by_option
 from kvrs.ids import InstanceId, StreamId
-from kvrs.process.logs import RowLog
+from kvrs.process.row_log import RowLog
 from kvrs.protocol.instance import FetchReport, RestartReport
 from kvrs.proxy.streams.metrics import RecoveryMetrics
 from kvrs.proxy.streams.open_stream import OpenStream
