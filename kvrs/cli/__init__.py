@@ -14,9 +14,8 @@ import kvrs
 from kvrs.cli import configuring, inspecting, profiling, running
 from kvrs.cli.common import console
 from kvrs.cli.doctor import doctor
-from kvrs.cli.examples import examples
 from kvrs.cli.extras import Commands
-from kvrs.cli.pages import docs
+from kvrs.cli.pages import docs, examples
 from kvrs.cli.top import top
 from kvrs.config.sections import LogLevel
 from kvrs.errors import ConfigError, KvrsError

@@ -1,5 +1,8 @@
 """`kvrs incidents` describes the incidents of an event log, lists their failures and decisions with
 the real costs, and decides everything again.
+
+Placements of prompts at instances that had their beginning in the cache, read from an
+event log.
 """
 
 import gzip
@@ -12,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvrs.cli.placements import placements
 from kvrs.core.books.prefills import ENOUGH_PREFILLS
 from kvrs.core.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.core.incidents import (
@@ -24,10 +26,50 @@ from kvrs.core.incidents import (
     off_words,
     sentence,
 )
+from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, LogError
 from kvrs.process.logs import old_parts
 from kvrs.tables import output, show
+
+
+def placements(
+    entries: Iterable[LogEntry], instance: str | None = None, from_utc: datetime | None = None
+) -> dict[str, Any]:
+    """Return the number of prompts that began at an instance with a cached part of them, and those
+    that were placed there although another instance had a shorter queue; of the latter only those
+    with `instance` as one of the two, and those from `from_utc` on.
+    """
+    starts = [
+        (entry, each, each.plan.prefill or each.plan.decode)
+        for entry in entries
+        for each in entry.actions
+        if isinstance(each, act.Start)
+    ]
+    return {
+        "began_cached": sum(bool(each.cached.get(chosen)) for _, each, chosen in starts),
+        "placed_by_prefix": [
+            {
+                "line": entry.line,
+                "stream": each.stream,
+                "instance": chosen,
+                "cached_tokens": each.cached[chosen],
+                "shortest_queue": other,
+                "cached_there": tokens,
+            }
+            for entry, each, chosen in starts
+            if chosen in each.cached
+            for other, tokens in each.cached.items()
+            if other != chosen
+            and instance in (None, chosen, other)
+            and (from_utc is None or _is_since(from_utc, entry))
+        ],
+    }
+
+
+def _is_since(from_utc: datetime, entry: LogEntry) -> bool:
+    at = Moment(entry.now_s, entry.wall_s).utc
+    return at is not None and at >= from_utc
 
 
 def incidents(entries: Iterable[LogEntry]) -> list[Incident]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from kvrs.cli.examples import examples as epilog_of
+from kvrs.cli.pages import examples as epilog_of
 from kvrs_lab.cli import explaining, measuring, running
 from kvrs_lab.cli.examples import EXAMPLES
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvrs.cli.capacity import capacity_remark
-from kvrs.cli.cluster_checks import ProxyAnswer
-from kvrs.cli.findings import Level
-from kvrs.cli.model_checks import exactness_findings
+from kvrs.cli.feasibility import capacity_remark
+from kvrs.cli.findings import Level, ProxyAnswer, exactness_findings
 from kvrs.config.file import parse_config
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvrs.cli.cluster_checks import ProxyAnswer, ask, cluster_findings
+from kvrs.cli.doctor import machine_findings
 from kvrs.cli.feasibility import faults_of
-from kvrs.cli.findings import Finding, Level
-from kvrs.cli.machine_checks import machine_findings
+from kvrs.cli.findings import Finding, Level, ProxyAnswer, ask, cluster_findings
 from kvrs.config.file import Config, load_config, parse_config
 from kvrs_testkit.awaited import forked
 from kvrs_testkit.certificates import MISSING, Authority

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.cli.cluster_checks import TESTED, ProxyAnswer, cluster_findings
-from kvrs.cli.findings import Finding, Level
+from kvrs.cli.findings import TESTED, Finding, Level, ProxyAnswer, cluster_findings
 from kvrs.config.cluster import Backend
 from kvrs.config.file import parse_config
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.cli.model_checks import foreign_profile
+from kvrs.cli.findings import foreign_profile
 from kvrs.profiles.catalog import profile
 from tests.profiles.test_guess import LLAMA_8B, LLAMA_70B
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
+from kvrs.cli.findings import ProxyAnswer, cluster_findings
 from kvrs.config.file import load_config
 from tests.cluster.launches import END_S, Launch, ask
 

@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.cli.cluster_checks import ProxyAnswer
-from kvrs.cli.findings import Level
-from kvrs.cli.model_checks import exactness_findings
+from kvrs.cli.findings import Level, ProxyAnswer, exactness_findings
 from kvrs.core.model import actions as act
 from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId, StreamId

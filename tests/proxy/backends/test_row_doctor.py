@@ -3,8 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
-from kvrs.cli.findings import Level
+from kvrs.cli.findings import Level, ProxyAnswer, cluster_findings
 from kvrs.config.file import parse_config
 from kvrs_testkit.sglang_cluster import Sglangs
 from kvrs_testkit.sglang_cluster import document as sglang_document

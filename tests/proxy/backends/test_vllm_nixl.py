@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
-from kvrs.cli.findings import Finding, Level
+from kvrs.cli.findings import Finding, Level, ProxyAnswer, cluster_findings
 from kvrs.config.file import parse_config
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_totals import ProcessTotals

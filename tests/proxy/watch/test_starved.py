@@ -5,8 +5,7 @@ import logging
 
 import pytest
 
-from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
-from kvrs.cli.findings import Level
+from kvrs.cli.findings import Level, ProxyAnswer, cluster_findings
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.virtual_time import virtual_loop
 from tests.proxy.conftest import ProxyClusterBuilder
