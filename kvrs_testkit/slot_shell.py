@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.at_agents import SlotOutcome
 from kvrs.ids import InstanceId
 
 

@@ -19,7 +19,7 @@ from kvrs.config.security import PeerTlsSettings
 from kvrs.ids import InstanceId
 from kvrs.net import tls
 from kvrs.net.admin import AdminClient, AdminError
-from kvrs.protocol.fault_orders import NoFault
+from kvrs.protocol.instance import NoFault
 from kvrs.proxy.server import Proxy
 from kvrs_engine.engine.instance import EngineInstance
 from kvrs_engine.engine.server import serve_http

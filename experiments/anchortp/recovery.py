@@ -19,7 +19,7 @@ import aiohttp
 
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.fault_orders import DeviceFault
+from kvrs.protocol.instance import DeviceFault
 from kvrs_lab.cluster.fault_injection import rows_of
 from kvrs_lab.cluster.launcher import Cluster
 from kvrs_lab.cluster.processes import Progress

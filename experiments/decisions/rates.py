@@ -23,7 +23,7 @@ from experiments.command_line import parser_of
 from experiments.decisions.states import State
 from experiments.record import Record
 from kvrs.ids import NodeId
-from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
+from kvrs.transfer.meter import FetchedHandOff, HandOffMeter, Pulled
 
 TOKEN_BYTES = 131072  # Llama-3.1-8B.
 TOKENS, LEAST_TOKENS, MOST_TOKENS = 1000, 200, 8000

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import kvrs
-from kvrs.cli import configuring, inspecting, profiling, running
+from kvrs.cli import configuring, extras, running
 from kvrs.cli.common import console
 from kvrs.cli.doctor import doctor
 from kvrs.cli.extras import Commands
@@ -36,9 +36,9 @@ for command in (
     running.proxy,
     running.agent,
     running.accept,
-    inspecting.incidents,
-    inspecting.key,
-    profiling.profile,
+    configuring.incidents,
+    configuring.key,
+    extras.profile,
     top,
     doctor,
 ):

@@ -1,7 +1,13 @@
-"""`kvrs config`: configuration files checked, shown and written; nothing is started."""
+"""Commands that neither start a process nor ask one.
+
+`kvrs config`: configuration files checked, shown and written; nothing is started.
+
+Commands that neither start a process nor ask one: the incidents of an event log, an API key.
+"""
 
 import json
 import os
+import secrets
 from collections.abc import Set
 from functools import partial
 from pathlib import Path
@@ -12,8 +18,9 @@ import typer
 import kvrs.cli.options as opt
 from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
-from kvrs.config.document import KeyPath, comment, commented_yaml, shown_path
+from kvrs.config.document import KeyPath, comment, commented_yaml, flow, shown_path
 from kvrs.config.file import Config, checked, leaves, load_config, load_source, unread
+from kvrs.config.tenants import check_name, key_hash
 from kvrs.errors import ConfigError
 
 File = Annotated[Path, typer.Argument(help="YAML file")]
@@ -121,3 +128,29 @@ def schema() -> None:
     from kvrs.config.schema import json_schema, with_commands
 
     print(with_commands(json.dumps(json_schema(), indent=2)))
+
+
+def incidents(
+    log: Annotated[Path, typer.Argument(help="A proxy's event log (proxy.event_log)")],
+    instance: Annotated[
+        str | None, typer.Argument(help="Only incidents of this instance or agent")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Only incidents from this time in UTC on: '2026-11-30 03:57'")
+    ] = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Describe the incidents of an event log, list their decisions, and decide them again."""
+    from kvrs.cli.incidents import show_incidents
+
+    raise typer.Exit(0 if show_incidents(log, instance, since, as_json=as_json) else 1)
+
+
+def key(tenant: Annotated[str, typer.Argument(help="Name of the tenant")]) -> None:
+    """Make an API key, printed only once, and the line of security.key_file that accepts it."""
+    check_name(tenant)
+    made = f"kvrs-{secrets.token_urlsafe(32)}"
+    console.print("for the client, it is stored nowhere:", style="dim", highlight=False)
+    print(made, flush=True)
+    console.print("for security.key_file:", style="dim", highlight=False)
+    print(f"{flow(tenant)}: {{keys: [{key_hash(made.encode()).hex()}]}}")

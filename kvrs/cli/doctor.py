@@ -73,7 +73,7 @@ def _descriptors(config: Config) -> Finding:
     """Check how many connections a proxy's descriptors allow, after raising the soft limit as a
     proxy does at its start.
     """
-    from kvrs.process.descriptors import raise_descriptor_limit
+    from kvrs.process.memory import raise_descriptor_limit
     from kvrs.proxy.wire.capacity import capacity_of
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -26,10 +26,9 @@ from typing import Any, Generic, Protocol, TypeVar, assert_never, get_args
 
 import msgspec
 
-from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome
-from kvrs.core.books.checkpoint_holds import CheckpointHolds
+from kvrs.core.books.at_agents import AgentSlots, CheckpointHolds, SlotOutcome
+from kvrs.core.books.learning import LinkBounds
 from kvrs.core.books.leases import FenceTable, Leases
-from kvrs.core.books.links import LinkBounds
 from kvrs.core.books.prefills import PromptLengths
 from kvrs.core.configured import Configured
 from kvrs.core.fleet.drains import Drains, Gpus

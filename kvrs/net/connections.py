@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrs.process.descriptors import descriptors_left
+from kvrs.process.memory import descriptors_left
 from kvrs.protocol.secrets import Scope
 
 _MAX_CONNECTIONS = 8192

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from kvrs.config.cluster import Found, Nodes, with_services
 from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.config.origin import ConfigFile
-from kvrs.core.fleet.services import Found, Nodes, with_services
 from kvrs.errors import ConfigError
 
 log = logging.getLogger(__name__)

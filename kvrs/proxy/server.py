@@ -23,8 +23,7 @@ from kvrs.ids import NodeId
 from kvrs.net.http import inner_server, naming_port
 from kvrs.net.routes import Routes
 from kvrs.net.server import HttpServer
-from kvrs.process.descriptors import raise_descriptor_limit
-from kvrs.process.memory import keep_what_is_there, return_large_blocks
+from kvrs.process.memory import keep_what_is_there, raise_descriptor_limit, return_large_blocks
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin
 from kvrs.proxy.fleet.pods import check_pods

@@ -31,8 +31,7 @@ from kvrs.errors import ConfigError, KvrsError
 from kvrs.process.memory import free_bytes
 from kvrs.protocol.rows import HOLDS_ABORTED, SGLANG_VARIABLE, RegionInfo
 from kvrs.sglang import space
-from kvrs.sglang.pages import MAX_ASKED, Pages
-from kvrs.sglang.region import PageRegion
+from kvrs.sglang.pages import MAX_ASKED, PageRegion, Pages
 from kvrs.transfer.rows.client import RegionLink
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import msgspec
 from kvrs.errors import RequestError
 from kvrs.ids import NodeId
 from kvrs.net.routes import JSON, Request, Response, Routes
-from kvrs.protocol.fault_orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
+from kvrs.protocol.instance import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.transfer.limiter import SendingFaults
 
 log = logging.getLogger(__name__)

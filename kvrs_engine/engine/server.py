@@ -15,8 +15,7 @@ from kvrs.net.connections import ConnectionLimits
 from kvrs.net.http import inner_server, naming_port
 from kvrs.net.routes import Routes
 from kvrs.net.tls import load_certificates
-from kvrs.process.descriptors import raise_descriptor_limit
-from kvrs.process.memory import keep_what_is_there
+from kvrs.process.memory import keep_what_is_there, raise_descriptor_limit
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.fault_route import add_fault_route

@@ -16,7 +16,7 @@ from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.net.admin import AdminError
-from kvrs.protocol.fault_orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
+from kvrs.protocol.instance import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs_lab.cluster.victims import (
     FaultError,
     closing_process,

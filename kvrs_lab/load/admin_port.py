@@ -10,7 +10,7 @@ import msgspec
 from kvrs.net.admin import AdminClient, AdminError
 from kvrs.net.proving import Address, ProvingConnector, UnprovenError, address_of
 from kvrs.net.tls import Certificates
-from kvrs.protocol.fault_orders import FaultRequest
+from kvrs.protocol.instance import FaultRequest
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 
 _TIMEOUT_S = 10.0

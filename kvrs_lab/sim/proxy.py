@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.at_agents import SlotOutcome
 from kvrs.core.configured import Configured
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line

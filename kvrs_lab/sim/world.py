@@ -10,7 +10,7 @@ from random import Random
 from typing import assert_never
 
 from kvrs.config.file import Config
-from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.at_agents import SlotOutcome
 from kvrs.core.configured import Configured
 from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, NodeId, StreamId

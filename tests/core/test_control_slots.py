@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvrs.core.books.agent_slots import AgentSlots, Denied, Granted, SlotOutcome
+from kvrs.core.books.at_agents import AgentSlots, Denied, Granted, SlotOutcome
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.fleet.known import Agents
 from kvrs.core.model.member import Health

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from kvrs.core.books.links import LinkBounds
+from kvrs.core.books.learning import LinkBounds
 from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound

@@ -3,8 +3,16 @@
 import pytest
 from pydantic import ValidationError
 
-from kvrs.config.cluster import InstanceSettings, NodeSettings, ServiceSettings
-from kvrs.core.fleet.services import Nodes, changed, newer, single_changes, with_services
+from kvrs.config.cluster import (
+    InstanceSettings,
+    Nodes,
+    NodeSettings,
+    ServiceSettings,
+    changed,
+    newer,
+    single_changes,
+    with_services,
+)
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 

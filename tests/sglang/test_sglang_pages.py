@@ -10,8 +10,7 @@ import torch
 
 from kvrs.engines.proof import PROMPTS, RowProofs
 from kvrs.protocol.rows import Space
-from kvrs.sglang.pages import LoadedPages, Pages
-from kvrs.sglang.region import PageRegion
+from kvrs.sglang.pages import LoadedPages, PageRegion, Pages
 from kvrs.transfer.rows.client import RowClient
 from kvrs_testkit.row_agent import SECRET, RowAgent, until
 from kvrs_testkit.row_engine import RowEngine, key_of, row_of

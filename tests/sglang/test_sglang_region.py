@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvrs.sglang.region import PageRegion
+from kvrs.sglang.pages import PageRegion
 from kvrs.transfer.rows.ledger import LedgerView
 
 PAGE_BYTES = 64

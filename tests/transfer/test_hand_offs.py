@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.ids import NodeId
-from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
-from kvrs.transfer.meter import lower_bound
+from kvrs.transfer.meter import FetchedHandOff, HandOffMeter, Pulled, lower_bound
 from kvrs_testkit.examples import examples
 
 A, B = NodeId("a"), NodeId("b")

@@ -6,7 +6,7 @@ superfluous wake-up does nothing.
 
 Slots: at most `slots_max` recovery transfers run into one target at a time (seed KVRS, "Slot
 Reservation"); other streams queue first in, first out. The book counts the slots of one proxy. If
-the target's node has an agent, the agent arbitrates between proxies too (`agent_slots.py`).
+the target's node has an agent, the agent arbitrates between proxies too (`at_agents.py`).
 
 Retry budget: a token bucket keeps the retries of one proxy below a share of the starts, so that
 survivors which fail under the load of retries do not cause ever more retries. The bucket holds one

@@ -30,7 +30,7 @@ from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, REQUEST_ID, TRACEPARENT, RequestContext
-from kvrs.transfer.hand_offs import FetchedHandOff
+from kvrs.transfer.meter import FetchedHandOff
 
 # Fields that engines never get from the client: the proxy acts on them, or sets them in every call.
 _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))

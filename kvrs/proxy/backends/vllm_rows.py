@@ -16,7 +16,7 @@ from kvrs.protocol.instance import MEMORY, PREFIX, FetchReport, LinkReport
 from kvrs.protocol.pages import TrafficClass
 from kvrs.proxy.backends.bodies import RowLoad
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
+from kvrs.transfer.meter import FetchedHandOff, HandOffMeter, Pulled
 
 # Seconds after the last first token until the counters are read as final: an engine may publish
 # them a moment later.

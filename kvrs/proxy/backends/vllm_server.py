@@ -15,7 +15,7 @@ from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_totals import ProcessTotals
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.upstream import EngineLinks
-from kvrs.transfer.hand_offs import FetchedHandOff, HandOffMeter, Pulled
+from kvrs.transfer.meter import FetchedHandOff, HandOffMeter, Pulled
 
 # Paths of `--enable-fault-tolerance`, by version. With that option `/health` still says 200 while
 # an engine waits for an orchestrator, although streams stand still and new requests get 503.

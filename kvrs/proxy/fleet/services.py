@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from kvrs.config.cluster import ServiceSettings
+from kvrs.config.cluster import Found, ServiceSettings, changed, newer, single_changes
 from kvrs.core.fleet.drains import Drains
-from kvrs.core.fleet.services import Found, changed, newer, single_changes
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.names import all_addresses

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from kvrs.core.books.agent_slots import ANSWER_TIMEOUT_S, AgentSlots, Denied
+from kvrs.core.books.at_agents import ANSWER_TIMEOUT_S, AgentSlots, Denied
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot, SlotRequest, SlotUpdate

@@ -17,7 +17,7 @@ import msgspec
 from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
-from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.at_agents import SlotOutcome
 from kvrs.core.configured import Configured
 from kvrs.core.control import Attempt, CallFault, Control
 from kvrs.core.fleet.known import all_refused

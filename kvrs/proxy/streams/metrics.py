@@ -18,7 +18,7 @@ from prometheus_client import (
 )
 
 from kvrs import __version__
-from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.at_agents import SlotOutcome
 from kvrs.core.incidents import AttemptEnd
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option

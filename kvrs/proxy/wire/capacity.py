@@ -7,7 +7,7 @@ import msgspec
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
 from kvrs.net.connections import ConnectionLimits
-from kvrs.process.descriptors import descriptors_left
+from kvrs.process.memory import descriptors_left
 
 log = logging.getLogger(__name__)
 

@@ -41,9 +41,9 @@ from kvrs.errors import UpstreamError
 from kvrs.net.proving import PROOF_TIMEOUT_S, HandshakeProtocol, Keys, address_of
 from kvrs.net.server import ReadingTurns
 from kvrs.net.tls import Certificates
-from kvrs.process.descriptors import is_exhausted
 from kvrs.process.eager_task import Signal
 from kvrs.process.large_work import LargeWork
+from kvrs.process.memory import is_exhausted
 from kvrs.protocol.secrets import ProofError, ScopedKey
 from kvrs.proxy.wire.errors import (
     BusyError,

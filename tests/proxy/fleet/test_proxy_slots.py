@@ -9,8 +9,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvrs.core.books import agent_slots as slots
-from kvrs.core.books.agent_slots import AgentSlots
+from kvrs.core.books import at_agents as slots
+from kvrs.core.books.at_agents import AgentSlots
 from kvrs.core.books.waiting import SlotBook
 from kvrs.core.fleet.known import Agents
 from kvrs.core.model.member import Health
