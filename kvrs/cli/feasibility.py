@@ -24,8 +24,8 @@ from kvrs.config.security import TlsSettings
 from kvrs.config.tenants import read_tenants
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.proxy.backends.model_config import geometry_of, read_config
 from kvrs.proxy.backends.model_files import find_model
-from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 from kvrs.tracing.settings import trace_settings
 
 # Tokens that a typical stream reserves (its prompt and `max_tokens`), and the number of such
@@ -308,7 +308,7 @@ def _missing_files(model: Path) -> Iterator[str]:
 
 def _faults_of_memory(config: Config) -> Iterator[str]:
     """Yield faults of instances on this machine that need more host memory for KV than it has."""
-    from kvrs.proxy.backends.model_geometry import read_geometry
+    from kvrs.proxy.backends.model_config import read_geometry
 
     cluster, engine = config.cluster, config.cluster.engine
     assert cluster.model is not None

@@ -26,8 +26,8 @@ from kvrs.profiles import catalog
 from kvrs.profiles.catalog import Profile
 from kvrs.profiles.guess import size_of
 from kvrs.protocol.instance import Capability, Role
+from kvrs.proxy.backends.model_config import geometry_of, read_config
 from kvrs.proxy.backends.model_files import how_to_get
-from kvrs.proxy.backends.model_geometry import geometry_of, read_config
 
 
 class Level(StrEnum):

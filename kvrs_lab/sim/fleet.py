@@ -27,11 +27,10 @@ from kvrs.protocol.instance import (
     SlotRequest,
     SlotUpdate,
 )
-from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.watcher import Watcher
 from kvrs.proxy.wire.errors import ConnectionLostError
-from kvrs.proxy.wire.peer import CONTROL_TIMEOUT_S
+from kvrs.proxy.wire.peer import CONTROL_TIMEOUT_S, AgentBackend
 from kvrs_lab.sim.agent import SimAgent
 from kvrs_lab.sim.engine import SimEngine
 from kvrs_lab.sim.invariants import Grants

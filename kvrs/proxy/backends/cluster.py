@@ -12,8 +12,8 @@ from kvrs.net.tls import Certificates
 from kvrs.protocol.instance import Role
 from kvrs.protocol.rows import params_key
 from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
+from kvrs.proxy.backends.stock_facts import ConfiguredIdentity
 from kvrs.proxy.wire.upstream import Access, EngineLinks
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"

@@ -10,8 +10,12 @@ from typing import Any
 from kvrs.errors import ConfigError
 from kvrs.profiles.guess import ModelSize, size_of
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.proxy.backends.generation_config import default_max_tokens, default_sampling
-from kvrs.proxy.backends.model_geometry import geometry_of, read_config
+from kvrs.proxy.backends.model_config import (
+    default_max_tokens,
+    default_sampling,
+    geometry_of,
+    read_config,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Backend of unmodified vLLM: its P/D convention (NixlConnector), its identity and its load.
 
 vLLM has no instance protocol. Its identity comes from the configuration, `/v1/models`, `/version`
-and `/metrics` (`vllm_identity.py` tells its processes apart); its load from polling `/health` and
+and `/metrics` (`vllm_metrics.py` tells its processes apart); its load from polling `/health` and
 `/metrics`; its death from the end of an idle connection.
 """
 
@@ -29,16 +29,11 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.rows import MAX_AGENTS, PARAMS_FIELD, seal
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import BYTES_PER_ID, Call, limited
-from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
-from kvrs.proxy.backends.listed_models import ListedModels
-from kvrs.proxy.backends.questions import Asked
-from kvrs.proxy.backends.stock_peer import Watched
-from kvrs.proxy.backends.vllm_identity import engine_mark
-from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_replay import with_replay
-from kvrs.proxy.backends.vllm_rows import RowLoads
+from kvrs.proxy.backends.stock_facts import ConfiguredIdentity, ListedModels
+from kvrs.proxy.backends.stock_peer import Asked, Watched
+from kvrs.proxy.backends.vllm_fields import RowLoads, Transfer, checked, with_replay
+from kvrs.proxy.backends.vllm_metrics import VllmMetrics, engine_mark
 from kvrs.proxy.backends.vllm_server import VllmServer
-from kvrs.proxy.backends.vllm_transfer import Transfer, checked
 from kvrs.proxy.wire.errors import (
     DeniedError,
     UnusableError,

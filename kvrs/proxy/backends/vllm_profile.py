@@ -21,8 +21,8 @@ from kvrs.config.origin import ALLOWED_URL, place_of
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.profiles.catalog import PrefillPoints, Profile, faults_of_out, write_profile
 from kvrs.proxy.backends.cluster import VLLM_API_KEY
-from kvrs.proxy.backends.listed_models import ListedModel, ListedModels
 from kvrs.proxy.backends.model_files import ModelFiles, fault_of_model, find_model
+from kvrs.proxy.backends.stock_facts import ListedModel, ListedModels
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 128, 16_384

@@ -8,11 +8,9 @@ from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import HandOffReport, LinkReport, SpeculationReport
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.counted_steps import CountedSteps
+from kvrs.proxy.backends.stock_facts import CountedSteps
 from kvrs.proxy.backends.stock_peer import StockPeer
-from kvrs.proxy.backends.vllm_identity import ProcessIdentity
-from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_totals import ProcessTotals
+from kvrs.proxy.backends.vllm_metrics import ProcessIdentity, ProcessTotals, VllmMetrics
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.upstream import EngineLinks
 from kvrs.transfer.meter import FetchedHandOff, HandOffMeter, Pulled

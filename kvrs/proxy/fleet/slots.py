@@ -11,7 +11,7 @@ from kvrs.core.books.at_agents import ANSWER_TIMEOUT_S, AgentSlots, Denied
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot, SlotRequest, SlotUpdate
-from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.wire.peer import AgentBackend
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.picked import EndpointPicker
 from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import Tenants
-from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.fleet.services import ServiceNames
@@ -41,6 +40,7 @@ from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.capacity import Capacity
 from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.wire.peer import AgentBackend
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.upstream import Access, EngineLinks
 

@@ -1,6 +1,6 @@
 """Pairs of calls that attempts have given up while KV may be moving between their servers.
 
-Each is kept in the background until its end (`sglang_legs.py`), at most MOST_KEPT at a time, so
+Each is kept in the background until its end (`sglang.py`), at most MOST_KEPT at a time, so
 that no server gives pages to others that a transfer still writes. The place of the attempt's stream
 in its tenant's limit is held until then.
 """

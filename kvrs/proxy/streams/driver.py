@@ -35,7 +35,6 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.process.eager_task import EagerTask
 from kvrs.protocol.instance import InstanceInfo, LoadReport, Role
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call, store_load
 from kvrs.proxy.backends.model_files import ModelFiles
@@ -66,6 +65,7 @@ from kvrs.proxy.wire.errors import (
 from kvrs.proxy.wire.exactness import WEIGHTS, is_plain_chat
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import REASONING
+from kvrs.proxy.wire.peer import AgentBackend
 from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 

@@ -17,7 +17,6 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import instance_keys
 from kvrs.protocol.instance import Role
-from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.cluster import open_backend
 from kvrs.proxy.fleet.orders import RankOrder, pass_on
@@ -27,6 +26,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.watcher import Watcher
+from kvrs.proxy.wire.peer import AgentBackend
 from kvrs.proxy.wire.upstream import EngineLinks
 
 log = logging.getLogger(__name__)

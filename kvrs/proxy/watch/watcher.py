@@ -28,10 +28,10 @@ from kvrs.core.watch import (
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport, WatchQuestion
-from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import WatchedInstance
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.errors import ConnectionLostError, UnusableError
+from kvrs.proxy.wire.peer import AgentBackend
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 log = logging.getLogger(__name__)

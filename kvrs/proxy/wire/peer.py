@@ -1,6 +1,8 @@
 """Small calls to a process of the cluster, and watches that last.
 
 Every failure of the other side is an `UpstreamError`.
+
+A proxy's requests to the agent of a node, which holds checkpoints and grants slots.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -10,7 +12,15 @@ from typing import TypeVar
 import msgspec
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
+from kvrs.protocol.instance import (
+    AgentInfo,
+    AgentReport,
+    Heartbeat,
+    LeaseAnswer,
+    LeaseUpdate,
+    SlotAnswer,
+    SlotUpdate,
+)
 from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.upstream import Pool
@@ -94,3 +104,18 @@ async def _reports_of(lines: AsyncIterator[bytes], kind: type[Answer]) -> AsyncG
             yield msgspec.json.decode(line, type=kind)
         except UNREADABLE as error:
             raise UpstreamError(f"unexpected report: {error}") from None
+
+
+class AgentBackend(Peer):
+    """Client of the agent at one URL; failures raise `UpstreamError`."""
+
+    async def info(self) -> AgentInfo:
+        return await self.control("GET", "/kvrs/v1/agent", None, AgentInfo)
+
+    def watch_holdings(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[AgentReport]]:
+        return self.watch("/kvrs/v1/holdings", interval_s, AgentReport)
+
+    async def slots(self, update: SlotUpdate) -> SlotAnswer:
+        return await self.control("POST", "/kvrs/v1/slots", update, SlotAnswer)

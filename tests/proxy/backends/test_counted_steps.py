@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.proxy.backends.counted_steps import CountedSteps
+from kvrs.proxy.backends.stock_facts import CountedSteps
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs_testkit.vllm_cluster import Builder
 from tests.proxy.backends.test_sglang import Builder as SglangBuilder

@@ -18,8 +18,8 @@ from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import decode_call
-from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles
+from kvrs.proxy.backends.stock_facts import ConfiguredIdentity
 from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, read

@@ -5,8 +5,8 @@ import pytest
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, STORE, FetchReport
 from kvrs.proxy.backends.bodies import RowLoad
+from kvrs.proxy.backends.vllm_fields import RowLoads
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_rows import RowLoads
 
 N0, N1 = NodeId("n0"), NodeId("n1")
 PAGE_BYTES, TOKEN_BYTES = 1600, 100

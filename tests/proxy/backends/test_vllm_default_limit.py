@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.proxy.backends.generation_config import default_max_tokens
+from kvrs.proxy.backends.model_config import default_max_tokens
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.sse import events_of
 from kvrs_testkit.vllm_cluster import Builder, Servers, Vllms

@@ -12,9 +12,9 @@ from kvrs.protocol.instance import InstanceInfo, MeasuredPrefill, Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.configured_identity import ConfiguredIdentity
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.pd import OpenAiPeer
+from kvrs.proxy.backends.stock_facts import ConfiguredIdentity
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, VllmBackend
 from kvrs.proxy.wire.upstream import Access, EngineLinks
 from kvrs.proxy.wire.watchdog import Watchdog

@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.proxy.backends.vllm_identity import (
-    REPLACED_S,
-    ProcessIdentity,
-    engine_mark,
-)
+from kvrs.proxy.backends.vllm_metrics import REPLACED_S, ProcessIdentity, engine_mark
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Servers
 

@@ -7,8 +7,7 @@ import pytest
 
 from kvrs.cli.findings import Finding, Level, ProxyAnswer, cluster_findings
 from kvrs.config.file import parse_config
-from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_totals import ProcessTotals
+from kvrs.proxy.backends.vllm_metrics import ProcessTotals, VllmMetrics
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Servers, Vllms, document
 

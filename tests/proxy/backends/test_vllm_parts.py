@@ -14,11 +14,11 @@ from kvrs.errors import ConfigError, UpstreamError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.model_geometry import read_geometry
+from kvrs.proxy.backends.model_config import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _check_probe
+from kvrs.proxy.backends.vllm_fields import Transfer, checked
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_transfer import Transfer, checked
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.upstream import Access, EngineLinks
 

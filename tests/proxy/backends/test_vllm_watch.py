@@ -9,7 +9,7 @@ import pytest
 from kvrs.config.proxy import ProxySettings
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.proxy.backends.idle_connection import IdleConnection
+from kvrs.proxy.backends.stock_peer import IdleConnection
 from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.backends.vllm_server import VllmServer
 from kvrs.proxy.watch.gossip_view import GossipView

@@ -1,4 +1,14 @@
-"""Attribution of the rows that a vLLM server has loaded, by its counters, to recovered streams and
+"""Fields of vLLM's requests and answers beside OpenAI's: hand-offs, rows that outlive a server, and
+replays of known output.
+
+`kv_transfer_params` of vLLM's NixlConnector, checked field by field before they are forwarded to
+a decode instance.
+
+vLLM does not check them: with too few blocks its engine dies, and without a required field the
+request hangs for ever. Parameters serve one attempt, and only in the first two thirds of their
+lease: later vLLM may read blocks with other KV, without noticing.
+
+Attribution of the rows that a vLLM server has loaded, by its counters, to recovered streams and
 to prompts whose beginning an agent or the server's store already had.
 
 vLLM counts the reads of all requests together. Reads until the streams' first tokens are divided
@@ -6,17 +16,120 @@ among the streams by what each could have loaded, at most that. For agents this 
 other requests load rows at the same time. A store is asked for every prompt, so recoveries get what
 remains after the other requests have all that they asked for. If it is then uncertain that anything
 was loaded, nothing is reported.
+
+Test of a vLLM server for replay: only its output shows that it has the logits processor of
+`kvrs/vllm/replay.py`.
 """
 
+from collections.abc import Awaitable, Callable
 from math import nan
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
+
+from kvrs.errors import UpstreamError
 from kvrs.ids import NodeId
-from kvrs.protocol.instance import MEMORY, PREFIX, FetchReport, LinkReport
+from kvrs.protocol.instance import (
+    MEMORY,
+    PREFIX,
+    REPLAY_KEY,
+    Capability,
+    FetchReport,
+    InstanceInfo,
+    LinkReport,
+    Natural,
+    Role,
+)
+from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.openai.decoding import UNREADABLE
 from kvrs.protocol.pages import TrafficClass
-from kvrs.proxy.backends.bodies import RowLoad
+from kvrs.proxy.backends.backend import RefusedError
+from kvrs.proxy.backends.bodies import Call, RowLoad
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
+from kvrs.proxy.wire.errors import UnusableError
+from kvrs.proxy.wire.upstream import EventReader, Reader
 from kvrs.transfer.meter import FetchedHandOff, HandOffMeter, Pulled
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:-]{1,255}$")]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+_Blocks = Annotated[list[Natural], msgspec.Meta(min_length=1)]
+
+# Longest value in bytes that a field of a later vLLM, unknown here, may have: longer or composed
+# values are refused.
+_LONGEST_VALUE_BYTES = 64
+
+
+class Transfer(msgspec.Struct, omit_defaults=True):
+    """Location of a history's KV, valid for one pull within `kv_lease_duration` (30 s)."""
+
+    remote_block_ids: Annotated[
+        list[_Blocks], msgspec.Meta(min_length=1)
+    ]  # Block ids, as one list for each group of layers.
+    remote_engine_id: _Name
+    remote_request_id: _Name
+    remote_host: _Host
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    tp_size: _Count
+    do_remote_prefill: bool
+    do_remote_decode: bool
+    remote_num_tokens: Natural | None = None
+    dcp_size: _Count | None = None
+    pp_size: _Count | None = None
+    remote_blocks_expiry_time: float | None = None
+    transfer_mode: _Name | None = None
+    remote_prefill_cached_tokens: Natural | None = None
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TRANSFER = msgspec.json.Decoder(Transfer)
+
+
+def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> Transfer:
+    """Decode parameters, and check that they belong to this history.
+
+    Raises:
+        UnusableError: a field is missing or wrong; the message names it.
+    """
+    try:
+        fields, transfer = _FIELDS.decode(raw), _TRANSFER.decode(raw)
+    except UNREADABLE as error:
+        raise UnusableError(
+            f"prefill answered with kv_transfer_params that cannot be used: {error}"
+        ) from None
+    if not transfer.do_remote_prefill or transfer.do_remote_decode:
+        raise _wrong(
+            "do_remote_prefill", transfer.do_remote_prefill, "true, with do_remote_decode false"
+        )
+    if transfer.transfer_mode not in (None, "pull"):
+        raise _wrong("transfer_mode", repr(transfer.transfer_mode), "'pull', since decode fetches")
+    if transfer.remote_num_tokens not in (None, history_tokens):
+        raise _wrong(
+            "remote_num_tokens",
+            transfer.remote_num_tokens,
+            f"{history_tokens}, the tokens of the history",
+        )
+    needed, given = -(-history_tokens // page_size_tokens), max(map(len, transfer.remote_block_ids))
+    if given < needed:
+        raise _wrong(
+            "remote_block_ids", f"{given} blocks", f"{needed}, for {history_tokens} tokens"
+        )
+    for name in fields.keys() - set(Transfer.__struct_fields__):
+        value = bytes(fields[name])
+        if len(value) > _LONGEST_VALUE_BYTES or value[:1] in b"[{":
+            raise _wrong(
+                name,
+                "a field that is not known",
+                "a number, a truth value or a short string in such a field",
+            )
+    return transfer
+
+
+def _wrong(name: str, got: Any, allowed: str) -> UnusableError:
+    return UnusableError(
+        f"prefill answered with kv_transfer_params whose {name} is {got}; allowed: {allowed}"
+    )
+
 
 # Seconds after the last first token until the counters are read as final: an engine may publish
 # them a moment later.
@@ -167,3 +280,39 @@ class RowLoads:
     def _report(self, load: RowLoad, loaded: int, computed: int, now_s: float) -> None:
         report = FetchReport(load.stream, load.attempt, load.owner_epoch, loaded, computed)
         self._reports.append((now_s, report))
+
+
+# Known output of the test request: ids that every vocabulary has, in an order that no model
+# generates by itself.
+_KNOWN = [3, 1, 2, 1, 3]
+
+
+async def with_replay(
+    info: InstanceInfo, decode: Callable[[Call, Reader], Awaitable[None]]
+) -> InstanceInfo:
+    """Return `info`, with the capability REPLAY if the server repeats known output. A server that
+    refuses the test request or fails at it lacks only this capability; a dead server is found
+    elsewhere.
+    """
+    if info.role is Role.PREFILL:
+        return info
+    fields = {
+        "model": info.model,
+        "prompt": [1],
+        "max_tokens": len(_KNOWN),
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "vllm_xargs": {REPLAY_KEY: _KNOWN},
+    }
+    events = EventReader()
+    try:
+        await decode(Call("/v1/completions", fields), events)
+        payloads = [payload for payload in events.payloads if payload != b"[DONE]"]
+        choices = [each for data in payloads for each in CHUNK.decode(data).choices or ()]
+    except (RefusedError, UpstreamError, *UNREADABLE):
+        return info
+    if [token for each in choices for token in each.token_ids or ()] != _KNOWN:
+        return info
+    return msgspec.structs.replace(info, capabilities=[*info.capabilities, Capability.REPLAY])
