@@ -22,7 +22,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.openai.requests import ChatRequest, parse_completion_request
 from kvrs.protocol.pages import ProbeFrame
-from kvrs.proxy.wire.sse import (
+from kvrs.proxy.wire.events import (
     TOKEN_IDS,
     EventSplitter,
     cut_list,

@@ -15,7 +15,7 @@ from experiments.parsed_deaths.oracle import CHAT, MESSAGES, RESPONSES, counted,
 from experiments.parsed_deaths.run import BARS, Deaths, Row, parsers_of
 from experiments.parsed_deaths.world import Cluster, Death, open_cluster
 from kvrs.protocol.openai.chunks import ReceivedChoice
-from kvrs.proxy.streams.replayed import ReplayedOutput
+from kvrs.proxy.streams.continuation import ReplayedOutput
 from kvrs_testkit.memory_loop import MemoryLoop
 
 TOOLS = "vllm-tools-hermes-thought-qwen3"

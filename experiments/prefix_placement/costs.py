@@ -21,8 +21,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import LoadReport, Role, assumed_instance
-from kvrs.proxy.wire.prefix import prefix_of
-from kvrs.proxy.wire.requests import CHAT, read
+from kvrs.proxy.wire.requests import CHAT, prefix_of, read
 
 PACE = "llama-3.1-8b-h100-vllm-tp1"
 GEOMETRY = KvGeometry(layers=4, kv_heads=2, head_dim=32, dtype_bytes=4, page_size_tokens=128)

@@ -17,9 +17,9 @@ from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Backend, Prefilled
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
+from kvrs.proxy.wire.events import PROMPT_TOKEN_IDS, EventSplitter, prompt_ids_of
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
-from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, EventSplitter, prompt_ids_of
 from kvrs.proxy.wire.upstream import Need, Upstream
 from tests.backends.clusters import Cluster
 

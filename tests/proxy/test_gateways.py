@@ -18,7 +18,7 @@ import yaml
 
 from kvrs.config.file import Config
 from kvrs.proxy.server import IDLE_TIMEOUT_S
-from kvrs.proxy.streams.clients import KEEP_ALIVE_S
+from kvrs.proxy.streams.open_stream import KEEP_ALIVE_S
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 from kvrs_testkit.proxy_cluster import WITHIN_S

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvrs.core.model.streams import Complete
 from kvrs.protocol.openai.chunks import Choice, usage_of
-from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.open_stream import Outcome
+from kvrs.proxy.streams.open_stream import Client, Outcome
+from kvrs.proxy.wire.events import PROMPT_TOKEN_IDS, cut_list, number_choice
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, cut_list, number_choice
 
 
 class Merger:

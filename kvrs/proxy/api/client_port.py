@@ -40,17 +40,19 @@ from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resu
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.clients import (
-    Client,
-    ClientGoneError,
-    KeepAlives,
-    SseClient,
-    StreamClient,
-)
 from kvrs.proxy.streams.driver import Driver, out_of_time
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.open_stream import Failed, Outcome, undecodable
-from kvrs.proxy.streams.responses import HeldBack, WholeClient, answer, total_usage
+from kvrs.proxy.streams.open_stream import (
+    Client,
+    ClientGoneError,
+    Failed,
+    KeepAlives,
+    Outcome,
+    SseClient,
+    StreamClient,
+    undecodable,
+)
+from kvrs.proxy.streams.whole_answers import HeldBack, WholeClient, answer, total_usage
 from kvrs.proxy.wire.errors import BusyError, EngineError
 from kvrs.proxy.wire.exactness import (
     inexact_features,

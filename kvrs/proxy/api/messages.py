@@ -24,8 +24,7 @@ from kvrs.protocol.openai.translated import Event
 from kvrs.proxy.api.answers import refusal
 from kvrs.proxy.api.client_port import ClientCall, ClientPort
 from kvrs.proxy.api.passed import TOKENIZE, Passed
-from kvrs.proxy.streams.clients import SseClient
-from kvrs.proxy.streams.open_stream import undecodable
+from kvrs.proxy.streams.open_stream import SseClient, undecodable
 from kvrs.proxy.wire.requests import CHAT, ParsedRequest, read
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -21,12 +21,7 @@ from kvrs.proxy.api.answers import bug_response, error_response, in_the_form_of
 from kvrs.proxy.api.picked import EndpointPicker
 from kvrs.proxy.api.tenants import OPEN_PATHS, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
-from kvrs.proxy.wire.requests import (
-    CURRENT,
-    REQUEST_ID,
-    TRACEPARENT,
-    RequestContext,
-)
+from kvrs.proxy.wire.requests import CURRENT, REQUEST_ID, TRACEPARENT, RequestContext
 from kvrs.tracing.settings import trace_settings
 
 if TYPE_CHECKING:

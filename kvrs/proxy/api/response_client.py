@@ -10,8 +10,7 @@ from kvrs.errors import UndecodableError
 from kvrs.net.routes import Response
 from kvrs.protocol.openai.responses import ResponseRequest, Stored, Tokens, Translator, encoded
 from kvrs.proxy.mirror.keyed import KeyedStream
-from kvrs.proxy.streams.clients import ClientGoneError, SseClient
-from kvrs.proxy.streams.open_stream import Outcome
+from kvrs.proxy.streams.open_stream import ClientGoneError, Outcome, SseClient
 
 
 class ResponseReader:

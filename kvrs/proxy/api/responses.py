@@ -37,8 +37,7 @@ from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import KEY, ResumeRequest
 from kvrs.proxy.mirror.records import CLAIM_S, Record
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
-from kvrs.proxy.streams.clients import ClientGoneError, SseClient
-from kvrs.proxy.streams.open_stream import Failed, Outcome, undecodable
+from kvrs.proxy.streams.open_stream import ClientGoneError, Failed, Outcome, SseClient, undecodable
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, read
 

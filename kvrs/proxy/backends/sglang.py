@@ -48,8 +48,8 @@ from kvrs.proxy.backends.sglang_replay import can_replay, take_replay
 from kvrs.proxy.backends.stock_facts import ConfiguredIdentity, CountedSteps, ListedModels
 from kvrs.proxy.backends.stock_peer import Asked, StockPeer, Watched
 from kvrs.proxy.wire.errors import BusyError, ConnectionLostError, DeniedError, UnusableError
+from kvrs.proxy.wire.events import EventSplitter
 from kvrs.proxy.wire.requests import CHAT
-from kvrs.proxy.wire.sse import EventSplitter
 from kvrs.proxy.wire.upstream import EngineLinks, Need, Reader, Shortcut, Upstream
 
 _ENDS = ("length", "stop")

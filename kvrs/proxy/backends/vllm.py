@@ -38,7 +38,7 @@ from kvrs.proxy.wire.errors import (
     DeniedError,
     UnusableError,
 )
-from kvrs.proxy.wire.event_form import LacksIdsError, check_events
+from kvrs.proxy.wire.events import LacksIdsError, check_events
 from kvrs.proxy.wire.upstream import EngineLinks, EventReader, Reader
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, awake_since_s
 

@@ -21,10 +21,16 @@ from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.failures import BROKEN, CUT
 from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
 from kvrs.proxy.mirror.records import Record
-from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.continuation import Continuation
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.open_stream import CLIENT_GONE, Failed, undecodable
+from kvrs.proxy.streams.open_stream import (
+    CLIENT_GONE,
+    Client,
+    ClientGoneError,
+    Failed,
+    SseClient,
+    undecodable,
+)
 from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)

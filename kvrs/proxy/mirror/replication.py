@@ -41,9 +41,9 @@ from kvrs.proxy.mirror.peers import Peers, ProxyPeer
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
 from kvrs.proxy.mirror.sent_prompts import SentPrompts
-from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.open_stream import Client
 from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)

@@ -41,18 +41,30 @@ from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.rendering import tokenize_call, tokenized_ids
 from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
-from kvrs.proxy.streams.clients import Client, ClientGoneError
+from kvrs.proxy.streams.abandoned import DetachedPairs, GivenUpHandOffs
 from kvrs.proxy.streams.continuation import Continuation, EngineText, is_answer_plain
-from kvrs.proxy.streams.detached import DetachedPairs
 from kvrs.proxy.streams.event_log import EventLog
-from kvrs.proxy.streams.hand_offs import GivenUpHandOffs
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.open_stream import Failed, OpenStream, Outcome, StreamPhase, failed_by
+from kvrs.proxy.streams.open_stream import (
+    Client,
+    ClientGoneError,
+    Failed,
+    OpenStream,
+    Outcome,
+    StreamPhase,
+    failed_by,
+)
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
-from kvrs.proxy.streams.responses import BeginsAgain, Parsers, WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
-from kvrs.proxy.streams.whole_answers import WholeAnswer, ask_whole, is_asked_whole
+from kvrs.proxy.streams.whole_answers import (
+    BeginsAgain,
+    Parsers,
+    WholeAnswer,
+    WholeClient,
+    ask_whole,
+    is_asked_whole,
+)
 from kvrs.proxy.wire.errors import (
     BusyError,
     ConnectionLostError,

@@ -26,8 +26,7 @@ from kvrs.core.watch import DeathCause
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import Refusal
 from kvrs.proxy.fleet.supervision import TaskKind
-from kvrs.proxy.streams.detached import detached_counter
-from kvrs.proxy.streams.hand_offs import given_up_counter
+from kvrs.proxy.streams.abandoned import detached_counter, given_up_counter
 from kvrs.proxy.streams.stream_metrics import (
     SECONDS,
     DurationSeries,

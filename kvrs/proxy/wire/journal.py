@@ -24,8 +24,7 @@ from kvrs.protocol.openai.chunks import (
 )
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.message_parts import REASONING, TEXT, MessageParts, parsed_parts
-from kvrs.proxy.wire.prefix import prefix_of
-from kvrs.proxy.wire.requests import ParsedRequest, RequestContext
+from kvrs.proxy.wire.requests import ParsedRequest, RequestContext, prefix_of
 
 # Bytes of text per token, to estimate a prompt's length until prefill has counted its tokens.
 _BYTES_PER_TOKEN = 4

@@ -52,7 +52,7 @@ from kvrs.proxy.wire.errors import (
     unproven,
     unreached,
 )
-from kvrs.proxy.wire.sse import EventSplitter
+from kvrs.proxy.wire.events import EventSplitter
 from kvrs.proxy.wire.steady_reads import SteadyReads
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, reset_timeout
 

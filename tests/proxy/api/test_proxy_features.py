@@ -12,7 +12,7 @@ from kvrs.ids import StreamId
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.continuation import Continuation
-from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.whole_answers import WholeClient
 from kvrs.proxy.wire.exactness import inexact_features
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT as CHAT_ENDPOINT

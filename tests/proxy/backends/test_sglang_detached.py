@@ -11,7 +11,7 @@ import pytest
 from kvrs.config.tenants import key_hash
 from kvrs.core.model.member import TRANSFER_S
 from kvrs.proxy.backends.bodies import Detached
-from kvrs.proxy.streams import detached
+from kvrs.proxy.streams import abandoned
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_sglang import Room
@@ -281,7 +281,7 @@ async def test_only_so_many_pairs_are_kept(
     sglangs: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further ones are closed at once, and counted."""
-    monkeypatch.setattr(detached, "MOST_KEPT", 1)
+    monkeypatch.setattr(abandoned, "MOST_KEPT", 1)
     system = await sglangs()
     system.shared.transfer_s = 5.0
     first, room = await begun(system)

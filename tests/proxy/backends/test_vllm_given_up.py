@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvrs.proxy.streams import hand_offs
+from kvrs.proxy.streams import abandoned
 from kvrs.proxy.streams.open_stream import StreamPhase
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Vllms
@@ -19,7 +19,7 @@ DECODES = ("d0", "d1")
 async def counted(system: Vllms) -> dict[str, float]:
     counts = {
         how.value: await system.count("kvrs_hand_offs_given_up_total", outcome=how.value)
-        for how in hand_offs.Freed
+        for how in abandoned.Freed
     }
     return {name: count for name, count in counts.items() if count}
 
@@ -197,7 +197,7 @@ async def test_hand_offs_that_cannot_be_freed_are_counted(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch, name: str, outcome: str
 ) -> None:
     """Nothing is tried behind the end of the lease, and only so many wait."""
-    monkeypatch.setattr(hand_offs, name, 0)
+    monkeypatch.setattr(abandoned, name, 0)
     system = await vllms(policy={"name": "always_recompute"})
     system.servers["d0"].denies = 503
 
@@ -210,7 +210,7 @@ async def test_hand_offs_that_cannot_be_freed_are_counted(
 async def test_few_requests_that_free_blocks_run_at_a_time(
     vllms: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hand_offs, "AT_A_TIME", 2)
+    monkeypatch.setattr(abandoned, "AT_A_TIME", 2)
     monkeypatch.setattr("kvrs.proxy.backends.vllm._ABORTED_AFTER_S", 60.0)
     system = await vllms()
     busy(system, 503)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.proxy.streams.token_path import TokenPath
+from kvrs.proxy.streams.relay import TokenPath
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder
 
 # The first event, the one from which a template is learnt, and the last.

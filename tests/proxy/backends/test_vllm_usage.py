@@ -16,7 +16,7 @@ from kvrs.protocol.openai.chunks import (
     with_facts,
 )
 from kvrs.proxy.streams.relay import Relay
-from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.whole_answers import WholeClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs_testkit.answered import AnsweredAttempt

@@ -22,11 +22,10 @@ from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.open_stream import Failed
-from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.open_stream import ClientGoneError, Failed, SseClient
+from kvrs.proxy.streams.whole_answers import WholeClient
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs_testkit.examples import examples

@@ -8,7 +8,7 @@ import msgspec
 import openai
 import pytest
 
-from kvrs.proxy.streams.clients import KEEP_ALIVE_S, KeepAlives
+from kvrs.proxy.streams.open_stream import KEEP_ALIVE_S, KeepAlives
 from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Cut, Fault

@@ -8,7 +8,7 @@ import pytest
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
-from kvrs.proxy.streams.replayed import ReplayedOutput
+from kvrs.proxy.streams.continuation import ReplayedOutput
 from kvrs.proxy.wire.errors import DifferentOutputError
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.message_parts import MessageParts

@@ -18,11 +18,11 @@ from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import ChatChunkChoice, ChatDelta, Choice, sse
-from kvrs.proxy.streams.clients import ClientGoneError, SseClient, TakeToken
+from kvrs.proxy.streams.open_stream import ClientGoneError, SseClient, TakeToken
 from kvrs.proxy.streams.relay import Relay
+from kvrs.proxy.wire.events import head_of
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
-from kvrs.proxy.wire.sse import head_of
 from kvrs.proxy.wire.upstream import HttpResponse, Need, Shortcut, Upstream, end_of_chunk
 from kvrs_testkit.answered import AnsweredAttempt
 from kvrs_testkit.examples import examples

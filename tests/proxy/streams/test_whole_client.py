@@ -8,7 +8,7 @@ from hypothesis import given
 
 from kvrs.errors import UndecodableError
 from kvrs.ids import StreamId
-from kvrs.proxy.streams.responses import WholeClient, answer
+from kvrs.proxy.streams.whole_answers import WholeClient, answer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, read
 from tests.protocol.test_undecodable_pieces import NULLS, streams

@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.proxy.api.choices import ChoiceClient, Merger
-from kvrs.proxy.streams.clients import SseClient, TakeToken
+from kvrs.proxy.streams.open_stream import SseClient, TakeToken
 from kvrs.proxy.streams.relay import Relay
-from kvrs.proxy.wire.event_form import EventForm, LacksIdsError, check_events
+from kvrs.proxy.wire.events import (
+    EventForm,
+    EventSplitter,
+    LacksIdsError,
+    check_events,
+    number_choice,
+)
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
-from kvrs.proxy.wire.sse import EventSplitter, number_choice
 from kvrs.proxy.wire.upstream import Need
 from kvrs_testkit.answered import AnsweredAttempt
 from kvrs_testkit.examples import examples

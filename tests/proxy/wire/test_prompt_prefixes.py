@@ -10,8 +10,15 @@ import pytest
 from kvrs.core.model.prefixes import BLOCK_BYTES, NO_PREFIX, Prefix
 from kvrs.protocol.secrets import TenantSecret
 from kvrs.proxy.wire.exactness import is_predictable
-from kvrs.proxy.wire.prefix import prefix_of
-from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, Endpoint, ParsedRequest, read, salted
+from kvrs.proxy.wire.requests import (
+    CHAT,
+    COMPLETIONS,
+    Endpoint,
+    ParsedRequest,
+    prefix_of,
+    read,
+    salted,
+)
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 200
 

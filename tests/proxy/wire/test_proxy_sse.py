@@ -24,22 +24,22 @@ from kvrs.protocol.openai.chunks import (
     sse,
 )
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.streams.clients import SseClient, TakeToken
 from kvrs.proxy.streams.continuation import EngineText
+from kvrs.proxy.streams.open_stream import SseClient, TakeToken
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.errors import NotANumberError
-from kvrs.proxy.wire.event_template import EventTemplate
-from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.requests import COMPLETIONS, read
-from kvrs.proxy.wire.sse import (
+from kvrs.proxy.wire.events import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
+    EventTemplate,
     cut_list,
     head_of,
     next_token_ids,
     number_choice,
 )
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import Need
 from kvrs_testkit.allocations import allocated_bytes
 from kvrs_testkit.answered import AnsweredAttempt
