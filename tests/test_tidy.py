@@ -76,7 +76,7 @@ PURE = {
     *(f"kvrs.transfer.{name}" for name in (*("meter", "limiter", "store.book"),)),
     *(f"kvrs.gossip.{name}" for name in ("authenticator", "facts", "swim", "wire")),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
-    *(f"kvrs.proxy.mirror.{name}" for name in ("book", "ending", "outbox", "records", "roles")),
+    *(f"kvrs.proxy.mirror.{name}" for name in ("book", "records")),
     *(f"kvrs_engine.{name}" for name in ("scheduling", "elastic")),
     "kvrs_lab.faults",
     "kvrs_lab.traces.records",

@@ -24,7 +24,7 @@ from experiments.command_line import parser_of
 from experiments.record import ROOT, Record
 from kvrs.config.cluster import ServiceSettings
 from kvrs.protocol.instance import Role
-from kvrs.proxy.fleet.pods import PodsUnknownError, pod_addresses
+from kvrs.proxy.fleet.discovery import PodsUnknownError, pod_addresses
 
 MANIFESTS = ROOT / "deploy" / "kubernetes"
 CLUSTER_KINDS = ("Namespace", "Node", "PersistentVolume", "ClusterRole", "ClusterRoleBinding")

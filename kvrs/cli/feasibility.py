@@ -141,7 +141,7 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    from kvrs.proxy.fleet.pods import check_pods
+    from kvrs.proxy.fleet.discovery import check_pods
     from kvrs.proxy.process.workers import check_shared_ports
 
     yield from faults_in(partial(trace_settings, environ))

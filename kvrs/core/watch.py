@@ -2,7 +2,7 @@
 again.
 
 Pure: no clock, no socket, no randomness. A shell connects, carries out the steps, and passes on
-with `now_s` what comes of them. `kvrs/proxy/watch/watcher.py` is that shell.
+with `now_s` what comes of them. `kvrs/proxy/watch/fleet.py` is that shell.
 
 | input                                  | leads to                                               |
 | -------------------------------------- | ------------------------------------------------------ |

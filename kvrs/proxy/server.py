@@ -26,12 +26,10 @@ from kvrs.net.server import HttpServer
 from kvrs.process.memory import keep_what_is_there, raise_descriptor_limit, return_large_blocks
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin
-from kvrs.proxy.fleet.pods import check_pods
+from kvrs.proxy.fleet.discovery import check_pods
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
-from kvrs.proxy.mirror.book import awaited
-from kvrs.proxy.mirror.ending import Ending, EndStep, Left
-from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.mirror.routes import make_routes
+from kvrs.proxy.mirror.book import Ending, EndStep, Left, awaited
+from kvrs.proxy.mirror.replication import Mirror, make_routes
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build, client_routes
 from kvrs.proxy.process.workers import Supervisor
 from kvrs.proxy.reload import ReloadResult, Reloads

@@ -12,7 +12,7 @@ from kvrs.core.model.streams import Complete
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.pages import TrafficClass
-from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
+from kvrs.proxy.fleet.leases import SlotDeniedError, SlotSender
 from kvrs_engine.scheduling.sources import PullSource
 from kvrs_lab.sim.calls import TOKEN_STRIDE, VOCABULARY, Asker, SimCall, first_token, token_at
 from kvrs_lab.sim.engine import SimEngine

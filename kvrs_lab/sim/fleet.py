@@ -27,8 +27,8 @@ from kvrs.protocol.instance import (
     SlotRequest,
     SlotUpdate,
 )
+from kvrs.proxy.watch.fleet import Watcher
 from kvrs.proxy.watch.gossip_view import GossipView
-from kvrs.proxy.watch.watcher import Watcher
 from kvrs.proxy.wire.errors import ConnectionLostError
 from kvrs.proxy.wire.peer import CONTROL_TIMEOUT_S, AgentBackend
 from kvrs_lab.sim.agent import SimAgent

@@ -19,8 +19,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Complete, Outcome
 from kvrs.ids import InstanceId, StreamId
-from kvrs.proxy.fleet.leases import LeaseSender
-from kvrs.proxy.fleet.slots import SlotSender
+from kvrs.proxy.fleet.leases import LeaseSender, SlotSender
 from kvrs_lab.sim.attempts import SimAttempt
 from kvrs_lab.sim.calls import Answer
 from kvrs_lab.sim.engine import SimEngine

@@ -1,9 +1,12 @@
 """The clients' port: admission of a request as a sequence of steps on one record, the streams that
 serve it, and its response. Each step passes the request, or refuses it by a RequestError of one
 kind.
+
+Unstreamed responses and errors, in the form that clients of OpenAI or Anthropic read.
 """
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -22,21 +25,27 @@ from kvrs.errors import ConfigError, RequestError, UndecodableError, UpstreamErr
 from kvrs.ids import InstanceId, StreamId
 from kvrs.net.connections import ByteBudget
 from kvrs.net.http_request import NO_HEADERS
-from kvrs.net.routes import WRITTEN, Request, Response
+from kvrs.net.routes import JSON, WRITTEN, Request, Response, retry_after
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
+from kvrs.protocol.anthropic import PATH, error_of
 from kvrs.protocol.mirror import BYTES_PER_ID
 from kvrs.protocol.openai.chunks import CHUNK, DONE, TOO_LONG, ReceivedChoice, error_body, sse
 from kvrs.protocol.openai.decoding import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.protocol.openai.fields import SGLANG, VLLM, whole
 from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
-from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.bodies import read_body
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.tenants import Tenant, Tenants
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call, context_headers
-from kvrs.proxy.mirror.failures import SUPERSEDED
-from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
+from kvrs.proxy.mirror.headers import (
+    KEY,
+    LAST_EVENT,
+    SUPERSEDED,
+    ResumeRequest,
+    parse_resume_headers,
+    reopened,
+)
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
@@ -66,13 +75,59 @@ from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.requests import CHAT, CURRENT, ParsedRequest, RequestUsage, salted
 from kvrs.proxy.wire.watchdog import Watchdog
 
+log = logging.getLogger(__name__)
+
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+def json_response(
+    body: bytes, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS
+) -> Response:
+    return Response(status, body, {"Content-Type": JSON, **headers})
+
+
+def refusal(failure: Failed) -> Response:
+    headers = _NO_HEADERS
+    if failure.retry_after_s is not None:
+        headers = {"Retry-After": retry_after(failure.retry_after_s)}
+    elif failure.status >= 500 and (failure.rejected or failure.is_final):
+        # OpenAI's clients would repeat the request after a 5xx without this header.
+        headers = {"X-Should-Retry": "false"}
+    return json_response(failure.body, failure.status, headers)
+
+
+def error_response(error: RequestError) -> Response:
+    headers = {"Retry-After": retry_after(1.0)} if error.status == 503 else {}
+    kind = error.kind or ("invalid_request_error" if error.status < 500 else "server_error")
+    return json_response(
+        error_body(str(error), kind=kind, param=error.param, code=error.code),
+        error.status,
+        headers | dict(error.headers),
+    )
+
+
+def bug_response() -> Response:
+    """Make the response to a request that ended by the exception being handled."""
+    log.exception("request ended by a bug")
+    return json_response(
+        error_body("the proxy failed; its log says more", kind="server_error"), 500
+    )
+
+
+def in_the_form_of(request: Request, response: Response) -> Response:
+    """Return an error in the form of the API that the request is for."""
+    if response.status >= 400 and response.body and request.path.startswith(PATH):
+        status, body = error_of(response.body, response.status, request.id)
+        return Response(status, body, response.headers)
+    return response
+
+
 # Highest value in seconds of each header with a deadline, as in section `slo`.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?", re.ASCII)
 # Response headers: X-Kvrs-Exact is "no" if a stream may be inexact after a cut, X-Kvrs-Inexact has
 # the reasons.
 _EXACT, _INEXACT = "X-Kvrs-Exact", "X-Kvrs-Inexact"
-_NO_HEADERS: Mapping[str, str] = {}
 _OWN_NAME = ServedName("")
 
 _FLUSH_TIMEOUT_S = 1.0  # Longest wait until the mirror has all events of a failed stream.

@@ -21,8 +21,7 @@ from kvrs.protocol.anthropic import (
 from kvrs.protocol.openai.decoding import MAX_ELEMENTS
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.translated import Event
-from kvrs.proxy.api.answers import refusal
-from kvrs.proxy.api.client_port import ClientCall, ClientPort
+from kvrs.proxy.api.client_port import ClientCall, ClientPort, refusal
 from kvrs.proxy.api.passed import TOKENIZE, Passed
 from kvrs.proxy.streams.open_stream import SseClient, undecodable
 from kvrs.proxy.wire.requests import CHAT, ParsedRequest, read

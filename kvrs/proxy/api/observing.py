@@ -17,7 +17,7 @@ from kvrs.net.connections import UNSENT_BYTES
 from kvrs.net.routes import UNKNOWN_ROUTE, Handler, Request, Response
 from kvrs.process.row_log import RowLog
 from kvrs.protocol.anthropic import OVERLOADED
-from kvrs.proxy.api.answers import bug_response, error_response, in_the_form_of
+from kvrs.proxy.api.client_port import bug_response, error_response, in_the_form_of
 from kvrs.proxy.api.picked import EndpointPicker
 from kvrs.proxy.api.tenants import OPEN_PATHS, Tenant, Tenants
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries

@@ -15,8 +15,7 @@ from kvrs.protocol.openai.decoding import check_structure, decode_as
 from kvrs.protocol.openai.fields import FIELDS, VLLM, Treatment, not_supported
 from kvrs.protocol.openai.requests import HIGHEST_ID, Fields
 from kvrs.protocol.token_ids import encode
-from kvrs.proxy.api.answers import json_response
-from kvrs.proxy.api.client_port import ClientPort, find_model
+from kvrs.proxy.api.client_port import ClientPort, find_model, json_response
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 # All paths that are passed on: with others of vLLM a client could stop an instance, or load

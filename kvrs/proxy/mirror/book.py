@@ -1,44 +1,173 @@
 """A proxy's records: of the streams that run here, of streams that it mirrors, and copies. Pure.
 
 A proxy whose role grants claims grants each owner epoch once, in rising order. Updates of an owner
-with a lower epoch are refused. `roles.py` has the tables.
+with a lower epoch are refused. `records.py` has the tables.
 
 Finished records make room for any other, oldest first. The record of an interrupted stream, which
 its client may resume, makes room only for later records of its own tenant: no tenant ends another
 tenant's stream.
+
+Exchange of the prompts that were sent to instances, between proxies and between workers.
+
+`Outbox` is the replication of one stream from its owner to its mirror.
+
+Decisions of a proxy that ends: what it waits for, and when it hands over.
+
+WAIT ──▶ ASK ──▶ HAND_OVER ──▶ CLOSE
+          ▲          │
+          └──────────┘ another peer is there, which seems to stay
 """
 
-from collections.abc import Iterator
-from typing import assert_never
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple, assert_never
 
 import msgspec
 
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.protocol.mirror import (
     AckStatus,
     Claim,
     ClaimAnswer,
     RecordVersion,
     Refusal,
+    SentPrompt,
     StreamEvent,
     Update,
     UpdateAck,
 )
 from kvrs.proxy.mirror.records import (
+    STEP_WITHOUT_RECORD,
+    STEPS,
+    Message,
     PresentPeers,
     Record,
+    RecordRole,
+    RoleChange,
+    UpdateStep,
     message_of,
     mirror_for,
     record_from,
     relation_of,
 )
-from kvrs.proxy.mirror.roles import (
-    STEP_WITHOUT_RECORD,
-    STEPS,
-    Message,
-    RecordRole,
-    RoleChange,
-    UpdateStep,
-)
+
+
+class SentPrompts:
+    """Prompts that this proxy has sent to instances, for the next message to each peer. A missed
+    message is not repeated.
+    """
+
+    def __init__(self, policy: RecoveryPolicy) -> None:
+        self._policy = policy
+        self._waiting: dict[str, list[SentPrompt]] = {}
+
+    def gather(self, peers: Iterable[str]) -> bool:
+        """Queue the prompts sent since the last call for these peers; return False if there were
+        none.
+        """
+        if sent := self._policy.take_sent():
+            self._waiting = dict.fromkeys(peers, sent)
+        return bool(sent)
+
+    def take(self, peer: str) -> list[SentPrompt]:
+        """Return the queued prompts of a peer."""
+        return self._waiting.pop(peer, [])
+
+    def heard(self, sent: list[SentPrompt]) -> None:
+        """Tell the policy of prompts that a peer has sent to instances."""
+        self._policy.sent_elsewhere(sent)
+
+
+# Largest size of a mirrored record in bytes: a larger one would not fit into one message.
+_MAX_RECORD_BYTES = 32 << 20
+# Time for which a mirror's answer is valid. An owner without a valid answer may have been paused,
+# and its stream granted to another owner, so until the next answer its client gets only what the
+# mirror has.
+_ACK_VALID_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Outbox:
+    """State of a stream at its mirror, and the next update to send."""
+
+    record: Record
+    mirror: str | None = None
+    acked: int | None = None  # Number of events that the mirror has; None: not even the header.
+    full: bool = False  # The mirror has no room for the record, or the record is too long.
+    dirty: bool = True
+    _sent_s: float = -math.inf  # Time at which the last update was sent.
+    _acked_s: float = -math.inf  # Time at which the last acknowledged update was sent.
+
+    def assign(self, mirror: str | None) -> None:
+        """Replicate the stream to a new mirror from the beginning; None: to no mirror."""
+        self.full = self.record.size_bytes > _MAX_RECORD_BYTES
+        self.mirror = None if self.full else mirror
+        self.acked, self.dirty = None, self.mirror is not None
+        self.record.copy_hops = 0
+        if self.mirror is None:
+            self.record.change_role(RoleChange.PEER_LOST, None)
+        else:
+            self.record.change_role(RoleChange.MIRROR_ASSIGNED, self.mirror)
+            self.record.mirror_no += 1
+
+    def next(self, now_s: float) -> Update:
+        self.dirty, self._sent_s = False, now_s
+        return self.record.update(now_s, from_event=self.acked or 0, with_header=self.acked is None)
+
+    def take(self, ack: UpdateAck) -> None:
+        """Apply the mirror's answer to the last update."""
+        assert ack.status is not AckStatus.SUPERSEDED
+        is_stored = ack.status is AckStatus.STORED
+        self.acked = min(ack.events, len(self.record.events)) if is_stored else None
+        self._acked_s = self._sent_s
+        self.full = ack.status is AckStatus.FULL or self.record.size_bytes > _MAX_RECORD_BYTES
+        if self.full:
+            self.mirror = None
+            self.record.change_role(RoleChange.PEER_LOST, None)
+            # The former mirror may keep a part of the stream, which the higher number marks as
+            # outdated.
+            self.record.mirror_no += 1
+        elif not self._is_level:
+            self.dirty = True
+
+    @property
+    def _is_level(self) -> bool:
+        return self.acked == len(self.record.events)
+
+    @property
+    def settled(self) -> bool:
+        """Return whether the mirror, if any, has everything."""
+        return self.mirror is None or (not self.dirty and self._is_level)
+
+    def waits(self, now_s: float, *, sync: bool) -> bool:
+        """Return whether the client may get only what the mirror has."""
+        return self.mirror is not None and (
+            sync or self.acked is None or now_s > self._acked_s + _ACK_VALID_S
+        )
+
+    def sendable(self, now_s: float, *, sync: bool) -> int:
+        """Number of events that may go to the client; 0 before the mirror has the header."""
+        return self.acked or 0 if self.waits(now_s, sync=sync) else len(self.record.events)
+
+
+class Delivery(Enum):
+    """Treatment of an event for a client that has the stream up to some position."""
+
+    SKIP = "skip"
+    SEND = "send"
+    CUT = "cut"  # The client has a part of the event, so only the rest may be sent.
+
+
+def delivery_of(before: int, event: StreamEvent, after: int) -> Delivery:
+    """Return what to do with an event that begins at `before`, for a client that has the stream up
+    to `after`.
+    """
+    if event.seq <= after:
+        return Delivery.SKIP
+    return Delivery.CUT if max(before, 0) < after else Delivery.SEND
+
 
 # Time after its last message for which an unfinished stream's record is not evicted.
 _EVICT_AFTER_S = 5.0
@@ -124,7 +253,7 @@ class RecordBook:
         ]
 
     def receive(self, update: Update, sender: str, now_s: float) -> Received:
-        """Apply an owner's update, or a copy, by the table of `roles.py`.
+        """Apply an owner's update, or a copy, by the table of `records.py`.
 
         Raises:
             RequestError: an incomplete copy.
@@ -396,3 +525,64 @@ class CopyQueue:
 
     def expire(self) -> None:
         self._no_room &= self._book.records.keys()
+
+
+# Time for which an ending proxy waits before it hands over: proxies that are told to end within
+# this time then know it of each other.
+TOGETHER_S = 0.5
+# Longest time for copies of records that no peer has, after the last stream or the end of the
+# drain.
+COPIED_WITHIN_S = 2.0
+# Number of requests to a peer that seems to stay: a peer that was paused may answer the first one
+# before it has read its own signal to end.
+_ASKED = 2
+
+
+class EndStep(Enum):
+    """Next step of a proxy that ends. After each step but the last the proxy decides again."""
+
+    WAIT = auto()  # Peers may have been told to end at the same time.
+    ASK = auto()  # Ask each peer once whether it stays.
+    HAND_OVER = auto()  # Hand streams and records over to staying peers, while clients are served.
+    CLOSE = auto()
+
+
+class Left(NamedTuple):
+    """Streams and records of a proxy that ends, and the peers that could take them."""
+
+    streams: int  # Number of streams of clients that are served here.
+    away: int  # Number of streams whose clients may be about to resume them here.
+    # Number of records that no live peer has, and that would be lost with this process.
+    uncopied: int
+    has_peers: bool
+    staying: frozenset[str]  # Peers that are not known to end.
+
+
+class Ending:
+    """Decides the end of one proxy. `told_s`: time at which it told its peers; `until_s`: end of
+    `proxy.drain_s`.
+    """
+
+    def __init__(self, told_s: float, until_s: float) -> None:
+        self._together_until_s = told_s + TOGETHER_S
+        self._until_s = until_s
+        # Last time at which a client was waited for; None: not decided yet.
+        self._used_s: float | None = None
+        self._asked: Mapping[str, int] = {}  # Requests to each peer since it was last away.
+
+    def next_step(self, left: Left, now_s: float) -> EndStep:
+        """Return the next step, by the streams, records and peers that are left now."""
+        if self._used_s is None and left.has_peers and now_s < self._together_until_s:
+            return EndStep.WAIT
+        if self._used_s is None:
+            self._used_s = now_s
+        asked = {peer: self._asked.get(peer, 0) for peer in left.staying}
+        if min(asked.values(), default=_ASKED) < _ASKED:
+            self._asked = {peer: count + 1 for peer, count in asked.items()}
+            return EndStep.ASK
+        self._asked = asked
+        if (left.streams or left.away) and now_s < self._until_s:
+            self._used_s = now_s
+            return EndStep.HAND_OVER
+        is_copying = left.staying and left.uncopied and now_s < self._used_s + COPIED_WITHIN_S
+        return EndStep.HAND_OVER if is_copying else EndStep.CLOSE

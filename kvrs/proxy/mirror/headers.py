@@ -1,4 +1,7 @@
-"""Request headers of a stream that can be resumed: its key, and the client's position."""
+"""Request headers of a stream that can be resumed: its key, and the client's position.
+
+Errors of keyed streams that clients get.
+"""
 
 import re
 from collections.abc import Callable
@@ -10,11 +13,72 @@ from multidict import CIMultiDictProxy
 from kvrs.core.model import events as ev
 from kvrs.errors import RequestError
 from kvrs.ids import StreamId
-from kvrs.protocol.mirror import unpack_ids
+from kvrs.protocol.mirror import Refusal, unpack_ids
+from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import TenantSecret
 from kvrs.proxy.mirror.records import Record
+from kvrs.proxy.streams.open_stream import Failed
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
+
+
+def _ended(status: int, code: str, message: str, retry_after_s: float | None = None) -> Failed:
+    return Failed(status, error_body(message, kind="server_error", code=code), retry_after_s)
+
+
+SUPERSEDED = _ended(409, "superseded", "the stream goes on elsewhere: its client has resumed it")
+HANDED_OVER = _ended(
+    503,
+    "handed_over",
+    "the proxy is shutting down: resume at another one, with the same key",
+    retry_after_s=1.0,
+)
+CUT = _ended(409, "inexact", "what the client has ends within a piece that cannot be cut")
+BROKEN = Failed(500, error_body("internal error of the proxy; see its log", kind="server_error"))
+
+_REFUSALS = {
+    Refusal.BUSY: (409, "resume_conflict", "the stream has just been resumed by another request"),
+    Refusal.OTHER_BODY: (
+        422,
+        "idempotency_mismatch",
+        "the key belongs to a request with another body",
+    ),
+    Refusal.OTHER_STREAM: (
+        404,
+        "unknown_stream",
+        "the key belongs to another stream than Last-Event-ID",
+    ),
+    Refusal.INEXACT: (
+        409,
+        "inexact",
+        "what the client has beyond the mirror cannot be regenerated exactly",
+    ),
+    Refusal.BEYOND: (400, "beyond_end", "Last-Event-ID lies behind the end of the stream"),
+}
+
+
+def refused(refusal: Refusal | None) -> RequestError | None:
+    """Return the error for a refused claim; None: the proxy has lost the record, which must be
+    looked up again.
+    """
+    return _error(*_REFUSALS[refusal]) if refusal in _REFUSALS else None
+
+
+def inexact() -> RequestError:
+    return _error(*_REFUSALS[Refusal.INEXACT])
+
+
+def unknown_stream() -> RequestError:
+    return _error(404, "unknown_stream", "no proxy has a record of the stream")
+
+
+def unreachable(cause: str) -> RequestError:
+    return _error(503, "mirror_unreachable", cause)
+
+
+def _error(status: int, code: str, message: str) -> RequestError:
+    return RequestError(message, status=status, code=code)
+
 
 KEY = "Idempotency-Key"
 LAST_EVENT = "Last-Event-ID"

@@ -5,12 +5,16 @@ message some milliseconds later; headers, ends, and with `mirror: sync` all upda
 messages also carry the prompts that were sent to instances. Records of other streams, whose clients
 are away or have everything, are kept at two proxies too: the only proxy with a record sends a copy
 to a live peer.
+
+Functions that read and delete records at all proxies, without taking over the streams.
+
+HTTP routes of the port for other proxies. All of them need the proxy's key.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Generic, TypeVar
@@ -20,27 +24,41 @@ import msgspec
 from kvrs.config.proxy import MirrorMode, ProxySettings
 from kvrs.core.model.prefixes import SHARE_S
 from kvrs.errors import RequestError, UpstreamError
+from kvrs.net import http
+from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.mirror import (
     AckStatus,
+    Batch,
+    BatchAnswer,
     Claim,
     ClaimAnswer,
+    DrainOrder,
     Hello,
+    Lookup,
+    LookupAnswer,
+    ReadAnswer,
     RecordVersion,
     StreamHeader,
     StreamState,
     Update,
     UpdateAck,
 )
+from kvrs.protocol.secrets import Scope
 from kvrs.proxy.fleet.orders import ProxyOrders
-from kvrs.proxy.mirror import failures
-from kvrs.proxy.mirror.book import CopyQueue, RecordBook
+from kvrs.proxy.mirror import headers
+from kvrs.proxy.mirror.book import CopyQueue, Outbox, RecordBook, SentPrompts
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
-from kvrs.proxy.mirror.outbox import Outbox
-from kvrs.proxy.mirror.peers import Peers, ProxyPeer
-from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
-from kvrs.proxy.mirror.roles import RecordRole
-from kvrs.proxy.mirror.sent_prompts import SentPrompts
+from kvrs.proxy.mirror.peers import PATH, Peers, ProxyPeer
+from kvrs.proxy.mirror.records import (
+    Record,
+    RecordRole,
+    best_of,
+    merged,
+    mirror_for,
+    record_from,
+    size_of,
+)
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import Client
@@ -174,7 +192,7 @@ class Mirror:
         if record is None:
             record = self._new_record(resume, journal, now_s)
         elif resume.after > record.seq and journal.holds_text_back:
-            raise failures.inexact()
+            raise headers.inexact()
         self.supersede(record.key)
         record.touched_s = now_s
         if not self.book.own(record, now_s):
@@ -241,7 +259,7 @@ class Mirror:
         staying = self.peers.staying
         for keyed in list(self.streams.values()):
             if keyed.outbox.mirror in staying:
-                keyed.fail(failures.HANDED_OVER)
+                keyed.fail(headers.HANDED_OVER)
 
     def describe(self) -> dict[str, object]:
         return {
@@ -266,7 +284,7 @@ class Mirror:
     def supersede(self, key: str) -> None:
         if (keyed := self.streams.pop(key, None)) is not None:
             self._resumes.labels("superseded").inc()
-            keyed.fail(failures.SUPERSEDED)
+            keyed.fail(headers.SUPERSEDED)
         self._closing.pop(key, None)
 
     def take(self, update: Update, sender: str) -> UpdateAck:
@@ -441,11 +459,11 @@ class Mirror:
                     # The record's state must include the events that the mirror lacks.
                     keyed.note_state()
                 return merged(granted, self.book.records.get(key))
-            if version.grants and (error := failures.refused(answer.refusal)) is not None:
+            if version.grants and (error := headers.refused(answer.refusal)) is not None:
                 self._resumes.labels(str(answer.refusal)).inc()
                 raise error
         self._resumes.labels("unreachable").inc()
-        raise failures.unreachable("the proxy that grants the stream cannot be reached")
+        raise headers.unreachable("the proxy that grants the stream cannot be reached")
 
     async def _best_version(self, resume: ResumeRequest) -> tuple[str, str, RecordVersion] | None:
         """Find the best version of the stream's record; return the record's key, the proxy that has
@@ -464,11 +482,11 @@ class Mirror:
         if resume.stream is None:
             return None
         if unreachable:
-            raise failures.unreachable(
+            raise headers.unreachable(
                 f"no proxy that answers has a record of the stream, and "
                 f"{unreachable[0]} cannot be reached"
             )
-        raise failures.unknown_stream()
+        raise headers.unknown_stream()
 
 
 def _is_in(keyed: KeyedStream, *books: Mapping[str, KeyedStream]) -> bool:
@@ -480,3 +498,123 @@ def _touch(streams: Iterable[KeyedStream], now_s: float) -> None:
     for keyed in list(streams):
         keyed.record.touched_s = now_s
         keyed.mark_dirty()
+
+
+class StoredRecord(msgspec.Struct, frozen=True):
+    record: Record
+    runs: bool  # The stream runs at the proxy from which the record was read.
+
+
+def own_record(mirror: Mirror, key: str) -> ReadAnswer:
+    """Return the record that this proxy has under a key, if any."""
+    if (record := mirror.book.records.get(key)) is None:
+        return ReadAnswer(None, runs=False)
+    if (keyed := mirror.streams.get(key)) is not None:
+        keyed.note_state()
+    return ReadAnswer(record.update(record.header_s), runs=record.role.is_owner)
+
+
+def drop_own(mirror: Mirror, key: str) -> LookupAnswer:
+    """Forget the record here, and end its stream if it runs here; return the record's version."""
+    found = LookupAnswer(mirror.book.version(key))
+    mirror.supersede(key)
+    mirror.book.forget(key, dropped_s=mirror.clock())
+    return found
+
+
+async def read_record(mirror: Mirror, keys: Sequence[str], now_s: float) -> StoredRecord | None:
+    """Return the record under one of the keys, from the stream's owner or else from its mirror;
+    None: no proxy has it.
+    """
+    for key in keys:
+        found = (await mirror.peers.lookup(key, live_only=True)).versions
+        answers = [(version, mirror.peers.known[name]) for name, version in found.items()]
+        own = mirror.book.version(key)
+        ranked: list[tuple[RecordVersion, ProxyPeer | None]] = [*answers]
+        if own is not None:
+            ranked.append((own, None))
+        for _, peer in sorted(ranked, key=lambda each: _rank(each[0]), reverse=True):
+            answer = (
+                own_record(mirror, key)
+                if peer is None
+                else await mirror.peers.answer(peer, peer.read(key))
+            )
+            if answer is not None and answer.record is not None and answer.record.header:
+                return StoredRecord(record_from(answer.record, now_s), answer.runs)
+    return None
+
+
+def _rank(version: RecordVersion) -> tuple[int, int, bool, bool]:
+    """Return the sort key of a version: the latest owner comes first, even though it does not grant
+    claims while it has a mirror.
+    """
+    is_first = version.copy_hops == 0
+    return version.owner_epoch, version.mirror_no, is_first, not version.grants
+
+
+async def drop_record(mirror: Mirror, keys: Sequence[str]) -> bool:
+    """Forget the record at all live proxies; return whether there was one."""
+    answers: list[LookupAnswer | None] = [drop_own(mirror, key) for key in keys]
+    peers = mirror.peers
+    asked = [peers.answer(peer, peer.drop(key)) for key in keys for peer in peers.live]
+    answers += await asyncio.gather(*asked)
+    return any(answer is not None and answer.version is not None for answer in answers)
+
+
+Body = TypeVar("Body")
+
+
+def make_routes(mirror: Mirror) -> Routes:
+    async def watch(request: Request) -> Response:
+        return await http.watch(request, mirror.peers.hello, mirror.peers.news)
+
+    async def hello(request: Request) -> Response:
+        mirror.peers.on_hello(_decode(await request.read(), Hello))
+        return _answer(mirror.peers.hello())
+
+    async def take(request: Request) -> Response:
+        batch = _decode(await request.read(), Batch)
+        mirror.peers.check(batch.sender)
+        mirror.sent.heard(batch.sent)
+        return _answer(
+            BatchAnswer(
+                mirror.name, [mirror.take(update, batch.sender) for update in batch.updates]
+            )
+        )
+
+    async def lookup(request: Request) -> Response:
+        key = _decode(await request.read(), Lookup).key
+        return _answer(LookupAnswer(mirror.book.version(key)))
+
+    async def claim(request: Request) -> Response:
+        return _answer(mirror.grant(_decode(await request.read(), Claim)))
+
+    async def read(request: Request) -> Response:
+        return _answer(own_record(mirror, _decode(await request.read(), Lookup).key))
+
+    async def drop(request: Request) -> Response:
+        return _answer(drop_own(mirror, _decode(await request.read(), Lookup).key))
+
+    async def drain(request: Request) -> Response:
+        mirror.peers.orders.obey(_decode(await request.read(), DrainOrder))
+        return _answer(mirror.peers.hello())
+
+    routes = http.authenticated(Scope.PROXY)
+    routes.add("GET", PATH, watch)
+    for path, handler in (
+        *(("", take), ("/hello", hello), ("/lookup", lookup), ("/claim", claim)),
+        *(("/read", read), ("/drop", drop), ("/drain", drain)),
+    ):
+        routes.add("POST", f"{PATH}{path}", handler)
+    return routes
+
+
+def _answer(message: msgspec.Struct) -> Response:
+    return Response(200, msgspec.msgpack.encode(message), {"Content-Type": "application/msgpack"})
+
+
+def _decode(body: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(str(error)) from None

@@ -19,9 +19,8 @@ from kvrs.net.proving import address_of, agent_keys
 from kvrs.net.routes import Routes
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proxy.api.client_port import ClientPort
-from kvrs.proxy.api.health import add_health
+from kvrs.proxy.api.health import add_health, add_models
 from kvrs.proxy.api.messages import MessagesApi
-from kvrs.proxy.api.models import add_models
 from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.picked import EndpointPicker
@@ -29,7 +28,7 @@ from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.model_files import ModelFiles
-from kvrs.proxy.fleet.services import ServiceNames
+from kvrs.proxy.fleet.discovery import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads

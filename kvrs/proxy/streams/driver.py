@@ -39,8 +39,7 @@ from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, HandOff, RowLoad, decode_call, prefill_call, store_load
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.rendering import tokenize_call, tokenized_ids
-from kvrs.proxy.fleet.leases import LeaseSender
-from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
+from kvrs.proxy.fleet.leases import LeaseSender, SlotDeniedError, SlotSender
 from kvrs.proxy.streams.abandoned import DetachedPairs, GivenUpHandOffs
 from kvrs.proxy.streams.continuation import Continuation, EngineText, is_answer_plain
 from kvrs.proxy.streams.event_log import EventLog

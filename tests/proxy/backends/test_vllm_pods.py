@@ -13,8 +13,8 @@ from kvrs.config.cluster import ServiceSettings
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.protocol.instance import Role
-from kvrs.proxy.fleet import services
-from kvrs.proxy.fleet.pods import address_of, check_pods, fault_of
+from kvrs.proxy.fleet import discovery
+from kvrs.proxy.fleet.discovery import address_of, check_pods, fault_of
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.kubernetes_api import PodsApi
 from kvrs_testkit.scripted import SECRET, Script
@@ -53,7 +53,7 @@ async def labelled(
     vllm_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[_Pods]:
     """One prefill and two decode servers."""
-    monkeypatch.setattr(services, "LOOK_UP_S", 0.5)
+    monkeypatch.setattr(discovery, "LOOK_UP_S", 0.5)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     async with AsyncExitStack() as stack:
         shared, servers, ports = await three_servers(stack)

@@ -10,7 +10,7 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.net.names import all_addresses
-from kvrs.proxy.fleet import services
+from kvrs.proxy.fleet import discovery
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET, Script
 from kvrs_testkit.scripted_model import expected_ids
@@ -56,7 +56,7 @@ class _Named(Vllms):
 @pytest.fixture
 async def named(vllm_model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[_Named]:
     """One prefill and two decode servers; the names have no address yet."""
-    monkeypatch.setattr(services, "LOOK_UP_S", 0.05)
+    monkeypatch.setattr(discovery, "LOOK_UP_S", 0.05)
     async with AsyncExitStack() as stack:
         shared, servers, ports = await three_servers(stack)
         rows = [
@@ -71,7 +71,7 @@ async def named(vllm_model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         system = _Named(proxy, Script(), {}, {}, http)
         system.names, system.config = {}, config
         system.shared, system.servers = shared, servers
-        monkeypatch.setattr(services, "all_addresses", system.lookup)
+        monkeypatch.setattr(discovery, "all_addresses", system.lookup)
         await proxy.start()
         stack.push_async_callback(proxy.close)
         yield system

@@ -12,8 +12,8 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.backends.stock_peer import IdleConnection
 from kvrs.proxy.backends.vllm import VllmBackend
 from kvrs.proxy.backends.vllm_server import VllmServer
+from kvrs.proxy.watch.fleet import Watcher
 from kvrs.proxy.watch.gossip_view import GossipView
-from kvrs.proxy.watch.watcher import Watcher
 from kvrs.proxy.wire.upstream import Access, EngineLinks, Pool
 from kvrs_testkit.vllm_cluster import Builder
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.rows import RegionReport
-from kvrs.proxy.watch.known_streams import GLIMPSED, TOKENS
+from kvrs.proxy.watch.self_test import GLIMPSED, TOKENS
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import Arithmetic, expected_ids
 from kvrs_testkit.sse import events_of

@@ -16,8 +16,8 @@ from kvrs.core.fleet.known import Agents
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
-from kvrs.proxy.fleet import slots as sender
-from kvrs.proxy.fleet.slots import SlotSender
+from kvrs.proxy.fleet import leases as sender
+from kvrs.proxy.fleet.leases import SlotSender
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Scripted
 from kvrs_testkit.scripted_agent import ScriptedAgent

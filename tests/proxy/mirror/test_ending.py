@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.proxy.mirror.ending import COPIED_WITHIN_S, TOGETHER_S, Ending, EndStep, Left
+from kvrs.proxy.mirror.book import COPIED_WITHIN_S, TOGETHER_S, Ending, EndStep, Left
 
 TOLD_S, DRAIN_S = 100.0, 30.0
 NOTHING = Left(streams=0, away=0, uncopied=0, has_peers=False, staying=frozenset())

@@ -17,9 +17,8 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
-from kvrs.proxy.mirror.book import RecordBook
+from kvrs.proxy.mirror.book import Outbox, RecordBook
 from kvrs.proxy.mirror.keyed import KeyedStream
-from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.driver import Driver

@@ -23,18 +23,17 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
-from kvrs.proxy.mirror.book import Received, RecordBook
-from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
+from kvrs.proxy.mirror.book import Delivery, Outbox, Received, RecordBook, delivery_of
 from kvrs.proxy.mirror.records import (
     CLAIM_S,
     PresentPeers,
     Record,
+    RecordRole,
     best_of,
     merged,
     mirror_for,
     record_from,
 )
-from kvrs.proxy.mirror.roles import RecordRole
 from kvrs_testkit.examples import examples
 
 HEADER = StreamHeader(b"digest", 7, (None, None, 9.0), 0.0, 0.0)

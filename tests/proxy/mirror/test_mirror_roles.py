@@ -14,14 +14,15 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
-from kvrs.proxy.mirror.book import _DROPPED_S, CopyQueue, Received, RecordBook
-from kvrs.proxy.mirror.outbox import Outbox
-from kvrs.proxy.mirror.records import CLAIM_S, PresentPeers, Record
-from kvrs.proxy.mirror.roles import (
+from kvrs.proxy.mirror.book import _DROPPED_S, CopyQueue, Outbox, Received, RecordBook
+from kvrs.proxy.mirror.records import (
+    CLAIM_S,
     ROLE_AFTER,
     STEP_WITHOUT_RECORD,
     STEPS,
     Message,
+    PresentPeers,
+    Record,
     RecordRole,
     Relation,
     RoleChange,

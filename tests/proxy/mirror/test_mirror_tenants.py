@@ -9,8 +9,7 @@ import pytest
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import AckStatus, StreamEvent, StreamHeader, StreamState, pack_ids
 from kvrs.proxy.mirror.book import RecordBook
-from kvrs.proxy.mirror.records import Record
-from kvrs.proxy.mirror.roles import RecordRole
+from kvrs.proxy.mirror.records import Record, RecordRole
 
 HEADER = StreamHeader(b"d" * 32, 7, (None, None, None), 0.0, 0.0)
 

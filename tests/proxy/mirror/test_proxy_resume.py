@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvrs.protocol.instance import Capability
-from kvrs.proxy.mirror import outbox, replication
+from kvrs.proxy.mirror import book, replication
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs_testkit.multi_proxy_cluster import (
     MultiProxyCluster,
@@ -312,7 +312,7 @@ async def test_what_a_proxy_has_beyond_the_mirror_is_found_with_its_state(
     """Characters that were sent and a finish that is there: else they would be sent again."""
     for module, name in ((replication, "_GATHER_S"), (replication, "_GATHER_EXACT_S")):
         monkeypatch.setattr(module, name, 60.0)
-    monkeypatch.setattr(outbox, "_ACK_VALID_S", 60.0)
+    monkeypatch.setattr(book, "_ACK_VALID_S", 60.0)
     here = await group(prepare=plain, model=model)
     gate_at(here, 4)
     reader = here.reader()

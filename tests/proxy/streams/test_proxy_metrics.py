@@ -18,7 +18,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Reload, ReloadState, SpeculationReport
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
-from kvrs.proxy.watch.watcher import _death_cause
+from kvrs.proxy.watch.fleet import _death_cause
 from kvrs.proxy.wire.errors import ConnectionLostError, UnusableError
 from kvrs.proxy.wire.watchdog import SilentError
 from kvrs_testkit.proxy_cluster import ProxyCluster
