@@ -11,9 +11,15 @@ import psutil
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.cluster_view import (
+    BLOCK_BYTES,
+    ClusterView,
+    Prefix,
+    PrefixIndex,
+    chain,
+    room_tokens,
+)
 from kvrs.core.model.member import Member
-from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, PrefixIndex, chain, room_tokens
 from kvrs.core.model.streams import Stream
 from kvrs.core.prefix_routing import with_prefix
 from kvrs.core.routing import least_work

@@ -14,8 +14,8 @@ import msgspec
 from kvrs.core import checkpoints
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
+from kvrs.core.model.cluster_view import NO_PREFIX
 from kvrs.core.model.member import Member
-from kvrs.core.model.prefixes import NO_PREFIX
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.state import State
 from kvrs.ids import InstanceId, StreamId

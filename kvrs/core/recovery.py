@@ -27,7 +27,7 @@ from kvrs.core.checkpoints import protection
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
-from kvrs.core.model.cluster_view import have_roles_of
+from kvrs.core.model.cluster_view import Hits, have_roles_of
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import (
     TABLE,
@@ -41,7 +41,6 @@ from kvrs.core.model.lifecycle import (
     StreamEvent,
 )
 from kvrs.core.model.member import TRANSFER_S, Health, Member, is_one_call, pause_s
-from kvrs.core.model.prefixes import Hits
 from kvrs.core.model.reforming import cause_of
 from kvrs.core.model.reports import changes_ranks, takes_requests
 from kvrs.core.model.streams import Stream

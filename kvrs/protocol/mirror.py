@@ -114,7 +114,7 @@ MAX_SENT = 2048
 
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A prompt that was sent to an instance. `hashes` are the packed hashes of its blocks
-    (`kvrs/core/model/prefixes.py`).
+    (`kvrs/core/model/cluster_view.py`).
     """
 
     instance: InstanceId

@@ -11,7 +11,7 @@ import msgspec
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
 from kvrs.core.model import events as ev
-from kvrs.core.model.prefixes import SHARE_S
+from kvrs.core.model.cluster_view import SHARE_S
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.protocol.pages import root_tag

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Prefix, chain
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.prefixes import Prefix, chain
 from kvrs.core.model.streams import LiveStream, mean_interval_s
 from kvrs.ids import InstanceId, StreamId
 from kvrs_lab.sim.calls import tokens_at

@@ -13,11 +13,10 @@ from kvrs.config.policy import PolicySettings, Route, SloSettings
 from kvrs.core import prefix_routing
 from kvrs.core.event_log import event_line, header_line, rerun
 from kvrs.core.model import actions as act
+from kvrs.core.model import cluster_view
 from kvrs.core.model import events as ev
-from kvrs.core.model import prefixes
-from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.cluster_view import BLOCK_BYTES, ClusterView, Prefix, chain
 from kvrs.core.model.member import Member
-from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, chain
 from kvrs.core.model.streams import Stream
 from kvrs.core.prefix_routing import NO_LIMITS, StartLimits, with_prefix
 from kvrs.core.recovery import NO_BACKUP, RecoveryPolicy
@@ -395,7 +394,7 @@ def test_what_others_have_made_does_not_raise_a_capacity(core: Callable[[], Prom
     there.arrive(U, *range(90, 100))
     there.handle(ev.PrefillDone(U, 1, BLOCKS * TOKENS, 0))
 
-    assert same == prefixes._TRUSTED > caches[name].trusted
+    assert same == cluster_view._TRUSTED > caches[name].trusted
 
 
 def test_decode_instances_that_compute_prompts_are_chosen_alike() -> None:
@@ -486,7 +485,7 @@ def test_what_was_predicted_is_compared_in_tokens_that_were_counted() -> None:
         core.arrive(name, *range(BLOCKS))
         core.handle(ev.PrefillDone(name, 1, 700, tokens))
     index = core.policy.state.view.prefixes
-    assert index._caches[P0].trusted == prefixes._TRUSTED
+    assert index._caches[P0].trusted == cluster_view._TRUSTED
 
 
 def test_a_log_of_a_fresh_stream_that_stays_is_run_again_alike() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrs.core.model import prefixes
+from kvrs.core.model import cluster_view
+from kvrs.core.model.cluster_view import BLOCK_BYTES, Prefix, PrefixIndex, chain, room_tokens
 from kvrs.core.model.member import Member, SharedRows
-from kvrs.core.model.prefixes import BLOCK_BYTES, Prefix, PrefixIndex, chain, room_tokens
 from kvrs.protocol.instance import Capability, LoadReport
 from kvrs.protocol.mirror import BYTES_PER_HASH, MAX_HASH_BYTES, SentPrompt
 from tests.core.policy_harness import GEOMETRY, instance_up
@@ -170,8 +170,8 @@ def test_entries_of_the_dead_are_removed_with_later_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A few with each, also of instances that never return; then another one has the bit."""
-    monkeypatch.setattr(prefixes, "_SWEPT", 4)
-    monkeypatch.setattr(prefixes, "_MOST_ASLEEP", 0)
+    monkeypatch.setattr(cluster_view, "_SWEPT", 4)
+    monkeypatch.setattr(cluster_view, "_MOST_ASLEEP", 0)
     index, dead, other = PrefixIndex(room_tokens), member("p0"), member("p1")
     note(index, dead, *range(20))
     bit = dead.cache_bit
@@ -229,7 +229,7 @@ def test_a_tier_has_room_for_more_than_the_pages() -> None:
 
 def test_where_caches_are_large_fewer_blocks_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second one, or every fourth: the index never has more than it may."""
-    monkeypatch.setattr(prefixes, "MOST_BLOCKS", 40)
+    monkeypatch.setattr(cluster_view, "MOST_BLOCKS", 40)
     index = PrefixIndex(room_tokens)
     members = [member(f"p{number}", blocks=50) for number in range(3)]
 
@@ -246,7 +246,7 @@ def test_blocks_of_the_dead_and_of_the_fullest_give_room_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever comes last has room in the index for what it was sent."""
-    monkeypatch.setattr(prefixes, "MOST_BLOCKS", 100)
+    monkeypatch.setattr(cluster_view, "MOST_BLOCKS", 100)
     index, (dead, full, last) = PrefixIndex(room_tokens), map(member, ("p0", "p1", "p2"))
     for word in range(12):
         note(index, dead, *range(10 * word, 10 * word + 5))

@@ -42,7 +42,7 @@ class Agent:
     info: AgentInfo | None = None
     report: AgentReport | None = None  # The last report; None: the agent is not up.
     beat_s: float = -inf  # Time of the last heartbeat.
-    cache_bit: int = 0  # The agent's bit in the index of stored prefixes (`prefixes.py`).
+    cache_bit: int = 0  # The agent's bit in the index of stored prefixes (`cluster_view.py`).
     bytes_per_token: int = 0  # KV bytes per token in the agent's checkpoints; 0: not known.
     abilities: Abilities = _ABILITIES
     # Failed loads of new prompts in a row, and the end of the pause after them.

@@ -404,7 +404,7 @@ class Member:
     # `own_decoders`, id.
     place: tuple[float, int, InstanceId] = field(init=False)
     is_placed: bool = False  # True: `PrefillOrder` lists the instance.
-    cache_bit: int = 0  # Bit in the index of prefixes (`prefixes.py`); 0: none.
+    cache_bit: int = 0  # Bit in the index of prefixes (`cluster_view.py`); 0: none.
     reported_prompts: int = 0  # Prompts that a prefill instance runs or queues, by its report.
 
     def __post_init__(self) -> None:

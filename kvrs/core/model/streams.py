@@ -18,11 +18,10 @@ import msgspec
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.agent import Agent
-from kvrs.core.model.cluster_view import Link
+from kvrs.core.model.cluster_view import NO_PREFIX, Link, Prefix
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member
-from kvrs.core.model.prefixes import NO_PREFIX, Prefix
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
-from kvrs.core.model.prefixes import SHARE_S
+from kvrs.core.model.cluster_view import SHARE_S
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.net import http
 from kvrs.net.routes import Request, Response, Routes

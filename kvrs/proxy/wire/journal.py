@@ -11,7 +11,7 @@ from functools import partial
 
 from kvrs.core.fleet.known import Replays
 from kvrs.core.model import events as ev
-from kvrs.core.model.prefixes import Prefix
+from kvrs.core.model.cluster_view import Prefix
 from kvrs.core.model.streams import mean_interval_s
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import (

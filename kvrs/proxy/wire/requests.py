@@ -2,7 +2,7 @@
 share of the memory for bodies and of its tenant's streams.
 
 Block hashes of a client's prompt, by which the core finds prompts with a common beginning
-(`kvrs/core/model/prefixes.py`). The bytes are hashed as received, without decoding.
+(`kvrs/core/model/cluster_view.py`). The bytes are hashed as received, without decoding.
 """
 
 import re
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from kvrs.core.books.tenants import RETRY_S, StreamShare, TenantMeter
-from kvrs.core.model.prefixes import NO_PREFIX, Prefix, chain
+from kvrs.core.model.cluster_view import NO_PREFIX, Prefix, chain
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.net.connections import ByteBudget

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.core.model.prefixes import BLOCK_BYTES, NO_PREFIX, Prefix
+from kvrs.core.model.cluster_view import BLOCK_BYTES, NO_PREFIX, Prefix
 from kvrs.protocol.secrets import TenantSecret
 from kvrs.proxy.wire.exactness import is_predictable
 from kvrs.proxy.wire.requests import (
