@@ -17,8 +17,7 @@ from kvrs.net.server import HttpConnection, HttpServer
 from kvrs.process.memory import keep_what_is_there
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import sse, usage_of
-from kvrs.proxy.api.client_port import ClientPort
-from kvrs.proxy.api.observing import RequestObserver
+from kvrs.proxy.api.client_port import ClientPort, RequestObserver
 from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import open_backends

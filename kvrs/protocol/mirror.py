@@ -17,7 +17,7 @@ import msgspec
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Natural, Seconds
 from kvrs.protocol.openai.chunks import EngineFacts
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]

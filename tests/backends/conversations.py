@@ -14,7 +14,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.backends.backend import Backend, Prefilled
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.wire.events import PROMPT_TOKEN_IDS, EventSplitter, prompt_ids_of

@@ -17,7 +17,7 @@ from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, LeaseUpdate, Role
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.backends.backend import RefusedError
 from tests.backends.conversations import D0, D1, P0, PATIENCE_S, BackendCluster, Conversation
 

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.decoding import INTEGERS, LISTS, MAX_ELEMENTS, with_whole_numbers
 from kvrs.protocol.openai.fields import BACKENDS, VLLM, ApiKind
-from kvrs.protocol.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    read_prompt,
-    read_request,
-)
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest, read_prompt, read_request
 
 MESSAGES = '"messages": [{"role": "user", "content": "4.0"}]'
 

@@ -19,11 +19,7 @@ from kvrs.protocol.openai.chunks import (
 )
 from kvrs.protocol.openai.decoding import MAX_DEPTH
 from kvrs.protocol.openai.fields import EMBEDDED, VLLM, ApiKind
-from kvrs.protocol.openai.requests import (
-    parse_chat_request,
-    parse_completion_request,
-    read_request,
-)
+from kvrs.protocol.openai.requests import parse_chat_request, parse_completion_request, read_request
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = "a text that is in no error"

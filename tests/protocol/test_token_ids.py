@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.protocol import token_ids
-from kvrs.protocol.token_ids import decode, encode, packed
+from kvrs.protocol.openai import requests
+from kvrs.protocol.openai.requests import decode_ids, encode_with_ids, packed
 
 ids = st.integers(0, (1 << 32) - 1)
 
@@ -21,9 +21,9 @@ def test_steps_of_any_size_read_the_same_ids(given_ids: list[int], indent: int |
 
     with pytest.MonkeyPatch.context() as patch:
         for step_bytes in (1, 7, 64, 1 << 20):
-            patch.setattr(token_ids, "_STEP_BYTES", step_bytes)
-            assert decode(text) == packed(given_ids)
-    assert decode(encode(packed(given_ids))) == packed(given_ids)
+            patch.setattr(requests, "_STEP_BYTES", step_bytes)
+            assert decode_ids(text) == packed(given_ids)
+    assert decode_ids(encode_with_ids(packed(given_ids))) == packed(given_ids)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_what_is_no_id_is_refused_wherever_it_stands(
     element: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a step ends within it."""
-    monkeypatch.setattr(token_ids, "_STEP_BYTES", 8)
+    monkeypatch.setattr(requests, "_STEP_BYTES", 8)
     for before in range(12):
         text = f"[{'1, ' * before}{element}, 7, 8, 9, 10, 11]".encode()
         with pytest.raises(msgspec.ValidationError):
-            decode(text)
+            decode_ids(text)

@@ -13,8 +13,7 @@ from kvrs.errors import ConfigError, RequestError, UnknownFieldError
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.openai.decoding import check_structure, decode_as
 from kvrs.protocol.openai.fields import FIELDS, VLLM, Treatment, not_supported
-from kvrs.protocol.openai.requests import HIGHEST_ID, Fields
-from kvrs.protocol.token_ids import encode
+from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, encode_with_ids
 from kvrs.proxy.api.client_port import ClientPort, find_model, json_response
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -112,7 +111,7 @@ class Passed:
 
     async def _tokenize(self, fields: Fields) -> Response:
         _check_known(fields, TokenizeRequest)
-        asked = decode_as(_TOKENIZE, encode(fields))
+        asked = decode_as(_TOKENIZE, encode_with_ids(fields))
         tokenizer = await self._tokenizer()
         special = asked.add_special_tokens
         found = await self._port.large.run(
@@ -121,11 +120,13 @@ class Passed:
         )
         strings = found.tokens if asked.return_token_strs else None
         most = self._port.control.instances.max_model_len
-        return json_response(encode(TokenizeAnswer(len(found.ids), most, found.ids, strings)))
+        return json_response(
+            encode_with_ids(TokenizeAnswer(len(found.ids), most, found.ids, strings))
+        )
 
     async def _detokenize(self, fields: Fields) -> Response:
         _check_known(fields, DetokenizeRequest)
-        tokens = decode_as(_DETOKENIZE, encode(fields)).tokens
+        tokens = decode_as(_DETOKENIZE, encode_with_ids(fields)).tokens
         tokenizer = await self._tokenizer()
         known = min(HIGHEST_ID, tokenizer.get_vocab_size(with_added_tokens=True) - 1)
         if (wrong := next((one for one in tokens if not 0 <= one <= known), None)) is not None:

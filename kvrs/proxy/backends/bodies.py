@@ -26,8 +26,7 @@ from kvrs.protocol.openai.fields import (
     NOT_FOR_IDS,
     NOT_FOR_PREFILL,
 )
-from kvrs.protocol.openai.requests import StreamOptions
-from kvrs.protocol.token_ids import encode
+from kvrs.protocol.openai.requests import StreamOptions, encode_with_ids
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, REQUEST_ID, TRACEPARENT, RequestContext
 from kvrs.transfer.meter import FetchedHandOff
@@ -139,7 +138,7 @@ class Call:
         """Return the body and drop its fields, so that they take no memory while the
         answer comes.
         """
-        body = encode(self.fields)
+        body = encode_with_ids(self.fields)
         self.fields.clear()
         return body
 

@@ -25,7 +25,7 @@ from kvrs.protocol.openai.chunks import (
     refusal_body,
 )
 from kvrs.protocol.openai.decoding import UNREADABLE
-from kvrs.protocol.token_ids import decode
+from kvrs.protocol.openai.requests import decode_ids
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.errors import (
@@ -131,7 +131,7 @@ def _prefilled(body: bytes) -> Prefilled:
             if found not in _ABSENT:
                 break
             found = bytes(choice.prompt_token_ids)
-        prompt_ids = decode(b"[]" if found in _ABSENT else found)
+        prompt_ids = decode_ids(b"[]" if found in _ABSENT else found)
     except UNREADABLE as error:
         raise UnusableError(f"the answer of prefill is not a completion: {error}") from None
     if not prompt_ids:

@@ -6,7 +6,7 @@ import msgspec
 
 from kvrs.protocol.instance import TokenId
 from kvrs.protocol.openai.decoding import UNREADABLE
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.errors import UnusableError
 from kvrs.proxy.wire.journal import Journal

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from kvrs.errors import ConfigError, UndecodableError
 from kvrs.protocol.mirror import BYTES_PER_ID, KvLocation, StreamEvent, pack_ids, unpack_ids
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.mirror.book import Delivery, Outbox, RecordBook, delivery_of
 from kvrs.proxy.mirror.headers import BROKEN, CUT
 from kvrs.proxy.mirror.records import Record

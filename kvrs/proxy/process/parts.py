@@ -18,10 +18,9 @@ from kvrs.ids import InstanceId
 from kvrs.net.proving import address_of, agent_keys
 from kvrs.net.routes import Routes
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.proxy.api.client_port import ClientPort
+from kvrs.proxy.api.client_port import ClientPort, RequestObserver, open_tracer
 from kvrs.proxy.api.health import add_health, add_models
 from kvrs.proxy.api.messages import MessagesApi
-from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.picked import EndpointPicker
 from kvrs.proxy.api.responses import ResponsesApi

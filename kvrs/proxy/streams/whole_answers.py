@@ -33,9 +33,8 @@ from kvrs.protocol.openai.chunks import (
     with_facts,
 )
 from kvrs.protocol.openai.decoding import UNREADABLE
-from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.protocol.openai.requests import ChatRequest, decode_ids, encode_with_ids
 from kvrs.protocol.openai.translated import CallLog, chunk_of
-from kvrs.protocol.token_ids import decode, encode
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.open_stream import Client
 from kvrs.proxy.streams.relay import AnswerReader, Reported
@@ -228,7 +227,7 @@ def answer(
     made |= facts.beside
     if is_chat and first.wants_ids:
         made["prompt_token_ids"] = first.prompt_ids
-    return encode(made)
+    return encode_with_ids(made)
 
 
 def total_usage(journals: Sequence[Journal]) -> tuple[Mapping[str, Any], EngineFacts]:
@@ -349,13 +348,15 @@ class WholeAnswer(AnswerReader):
             raise UpstreamError(f"finished with {str(choice.finish_reason)[:40]!r}")
         ids = array("I")
         if bytes(choice.token_ids) not in _ABSENT:
-            ids = decode(bytes(choice.token_ids))
+            ids = decode_ids(bytes(choice.token_ids))
         elif usage is None:
             raise UpstreamError("answered without token ids and without usage")
         else:  # vLLM omits the ids with `include_reasoning: false`.
             journal.counted = usage
         if journal.prompt_ids is None:
-            journal.prompt_ids = journal.parsed.tokenised(decode(bytes(answer.prompt_token_ids)))
+            journal.prompt_ids = journal.parsed.tokenised(
+                decode_ids(bytes(answer.prompt_token_ids))
+            )
         if journal.cached_tokens is None and usage is not None:
             journal.cached_tokens = usage.cached_tokens
         head = {"id": answer.id, "created": answer.created, "model": answer.model}

@@ -34,7 +34,7 @@ from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import TokenId
 from kvrs.protocol.openai.chunks import CHUNK, Usage
 from kvrs.protocol.openai.decoding import UNREADABLE
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.wire.message_parts import all_parts
 
 # The first event of a plain engine holds the ids of the whole prompt, with up to 7 bytes each: room

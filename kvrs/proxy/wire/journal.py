@@ -22,7 +22,7 @@ from kvrs.protocol.openai.chunks import (
     usage_of,
     with_facts,
 )
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.wire.message_parts import REASONING, TEXT, MessageParts, parsed_parts
 from kvrs.proxy.wire.requests import ParsedRequest, RequestContext, prefix_of
 

@@ -26,10 +26,15 @@ from kvrs.net.routes import retry_after
 from kvrs.protocol.openai.chunks import ChatChunkChoice, ChatDelta, Choice, Usage
 from kvrs.protocol.openai.decoding import MAX_ELEMENTS
 from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
-from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest, read_prompt, read_request
+from kvrs.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    packed,
+    read_prompt,
+    read_request,
+)
 from kvrs.protocol.pages import salt_of
 from kvrs.protocol.secrets import TenantSecret
-from kvrs.protocol.token_ids import packed
 from kvrs.text.output import TextDelta
 
 _BYTES_PER_ID = 4

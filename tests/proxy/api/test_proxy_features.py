@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from kvrs.ids import StreamId
-from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest, packed
 from kvrs.proxy.streams.continuation import Continuation
 from kvrs.proxy.streams.whole_answers import WholeClient
 from kvrs.proxy.wire.exactness import inexact_features

@@ -16,7 +16,7 @@ from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.protocol.instance import Role
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.backends.bodies import decode_call
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.proxy.backends.stock_facts import ConfiguredIdentity

@@ -9,7 +9,7 @@ import pytest
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import InstanceInfo, MeasuredPrefill, Role
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_files import ModelFiles

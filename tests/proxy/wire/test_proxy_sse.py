@@ -23,7 +23,7 @@ from kvrs.protocol.openai.chunks import (
     error_body,
     sse,
 )
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.streams.continuation import EngineText
 from kvrs.proxy.streams.open_stream import SseClient, TakeToken
 from kvrs.proxy.streams.relay import Relay

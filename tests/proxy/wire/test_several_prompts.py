@@ -7,7 +7,7 @@ import pytest
 
 from kvrs.errors import RequestError
 from kvrs.net.connections import ByteBudget
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.openai.requests import packed
 from kvrs.proxy.wire.requests import COMPLETIONS, RequestUsage, read
 
 

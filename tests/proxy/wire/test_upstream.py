@@ -12,8 +12,8 @@ import pytest
 from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.errors import UpstreamError
 from kvrs.net.proving import address_of
+from kvrs.protocol.openai.requests import decode_ids, encode_with_ids, packed
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.protocol.token_ids import decode, encode, packed
 from kvrs.proxy.backends import pd
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
@@ -509,10 +509,10 @@ async def test_a_long_prompt_is_written_and_read_beside_the_event_loop(
 
         return run
 
-    monkeypatch.setattr("kvrs.proxy.backends.bodies.encode", noted(encode))
-    monkeypatch.setattr("kvrs.proxy.backends.pd.decode", noted(decode))
+    monkeypatch.setattr("kvrs.proxy.backends.bodies.encode", noted(encode_with_ids))
+    monkeypatch.setattr("kvrs.proxy.backends.pd.decode", noted(decode_ids))
     prompt = packed(range(tokens))
-    answer = encode({"choices": [{"prompt_token_ids": prompt}]})
+    answer = encode_with_ids({"choices": [{"prompt_token_ids": prompt}]})
     instance = Instance([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer])
 
     async with serving(instance) as backend:
@@ -520,4 +520,4 @@ async def test_a_long_prompt_is_written_and_read_beside_the_event_loop(
 
     assert found.prompt_ids == prompt
     assert is_beside == [beside, beside]
-    assert instance.requests[0].endswith(encode({"prompt": prompt}))
+    assert instance.requests[0].endswith(encode_with_ids({"prompt": prompt}))
