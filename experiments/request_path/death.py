@@ -116,7 +116,7 @@ async def recover(watch: AbstractContextManager[object] = _UNWATCHED) -> None:
     (live,) = driver.streams.values()
     live.journal.output_ids.extend(range(PRODUCED_TOKENS))
     assert live.attempt.plan is not None
-    driver.resumed(Attempt(driver.control, live, live.attempt.plan))
+    Attempt(driver.control, live, live.attempt.plan).resumed(driver.clock())
     bring_up(driver, instances[2:])
     gc.collect()
     with watch:

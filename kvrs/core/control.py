@@ -389,7 +389,7 @@ class Control(Generic[S]):
             return NO_IDS
         # Parsed output, for example, continues exactly only by a replay; the head of the response,
         # which promises exact tokens, was sent before this was known.
-        unkept = [each for each in journal.inexact if each not in journal.replayed]
+        unkept = journal.unkept
         is_unkept = journal.promise is not ev.Promise.NONE and unkept
         is_lost = journal.only_replay and not (journal.may_come_again and self._may_repeat())
         if (is_unkept or is_lost) and journal.produced_tokens:

@@ -1,18 +1,13 @@
-"""Policy that decides where streams run, and how they survive the loss of an instance (DESIGN 4,
-5).
+"""Policy that decides where streams run, and how they survive the loss of an instance.
 
 Pure: no clock, no socket, no randomness. A proxy drives it in real time, a simulator in virtual
-time. The stages of a stream, and what each event does to it, are the table of
-`model/lifecycle.py`.
+time. The table of `model/lifecycle.py` has the stages of a stream, and what each event does to it;
+its steps are here.
 
 Invariants: a stream has one current attempt, whose number only rises; reports of older attempts are
 ignored; no `Start` names an instance that is not up, nor a lost holder; a stream that is neither
 started nor given up has an alarm; a stream is moved only because its instance was lost, failed it,
 is about to end, has a failing GPU, or is drained by an operator.
-
-Steps of the lifecycle table (`model/lifecycle.py`): the effect of an event on one stream.
-
-Instance events: an instance comes up, is lost, or its streams are moved before it fails.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

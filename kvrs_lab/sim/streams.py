@@ -50,7 +50,7 @@ class SimJournal:
     name: str = ""
     kept: tuple[ev.Kept, ...] = ()
     inexact: tuple[str, ...] = ()
-    replayed: tuple[str, ...] = ()
+    unkept: tuple[str, ...] = ()
     is_predictable: bool = True
     promise: ev.Promise = ev.Promise.NONE
     first_token_s: float | None = None

@@ -212,21 +212,21 @@ def test_a_driver_with_a_tokenizer_gives_the_end_itself(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("promise", "replayed", "ends"),
+    ("promise", "unkept", "ends"),
     [
-        (ev.Promise.GREEDY, (), True),
-        (ev.Promise.SAMPLED, (), True),
-        (ev.Promise.GREEDY, ("tools",), False),  # A replay has them exactly.
-        (ev.Promise.NONE, (), False),  # The head has said so.
+        (ev.Promise.GREEDY, ("tools",), True),
+        (ev.Promise.SAMPLED, ("tools",), True),
+        (ev.Promise.GREEDY, (), False),  # A replay has them exactly.
+        (ev.Promise.NONE, ("tools",), False),  # The head has said so.
     ],
 )
 def test_what_cannot_be_continued_as_promised_ends_with_its_cause(
-    promise: ev.Promise, replayed: tuple[str, ...], *, ends: bool
+    promise: ev.Promise, unkept: tuple[str, ...], *, ends: bool
 ) -> None:
     """No stream ends as if it were exact."""
     driver = Driver()
     live = driver.decoding()
-    live.journal.inexact, live.journal.replayed = ("tools",), replayed
+    live.journal.inexact, live.journal.unkept = ("tools",), unkept
     live.journal.promise = promise
     lost = live.instance
     assert lost is not None

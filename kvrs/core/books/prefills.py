@@ -1,12 +1,7 @@
 """Lengths and times of prefills, learned from those that the proxy observes.
 
-Predicted lengths of text prompts in tokens, learned from tokenised prompts.
-
-The size of a request in bytes gives a first guess. The number of tokens per byte depends on the
-tokenizer and on the text: prose, code, or a script with several bytes a character.
-
-The scale of prefill tables that no instance has measured, learned from the prefills that the
-proxy observes.
+The size of a request in bytes gives a first guess of its tokens. The number of tokens per byte
+depends on the tokenizer and on the text: prose, code, or a script with several bytes a character.
 
 A guessed table (`profiles/guess.py`) has the right form and an unknown factor that depends on the
 GPUs; a table that the settings name may be that of another machine or version. Prompts that an

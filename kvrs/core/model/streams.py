@@ -3,9 +3,6 @@ policy's records have no tokens; `LiveStream` adds the journal, which has them.
 
 Each record is written by one module: a stream's facts and its recovery by this module; stage and
 attempt by `ledger.py`; holders by `kv_locations.py`; checkpoints by `checkpoints.py`.
-
-An open stream of a proxy: the policy's record of it with its journal, which has the tokens, and
-the KV that processes keep of it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -623,8 +620,8 @@ class StreamJournal(Protocol):
         """Features of the request that a recovery cannot continue exactly."""
 
     @property
-    def replayed(self) -> tuple[str, ...]:
-        """Features that only `Option.REPLAY` continues exactly."""
+    def unkept(self) -> Sequence[str]:
+        """Features of `inexact` that `Option.REPLAY` does not continue exactly either."""
 
     @property
     def needs_replay(self) -> bool:

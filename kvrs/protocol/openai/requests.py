@@ -2,10 +2,8 @@
 
 Fields that a backend does not take are refused by their names (`fields.py`).
 
-Packed token ids: four bytes each, where a list takes forty.
-
-Long lists are decoded and encoded in steps, because a call of the decoder or encoder holds the
-interpreter, whichever thread calls it.
+Token ids are packed: four bytes each, where a list takes forty. Long lists are decoded and encoded
+in steps, because a call of the decoder or encoder holds the interpreter, whichever thread calls it.
 """
 
 import re

@@ -1,11 +1,6 @@
 """The clients' port: admission of a request as a sequence of steps on one record, the streams that
 serve it, and its response. Each step passes the request, or refuses it by a RequestError of one
-kind.
-
-Unstreamed responses and errors, in the form that clients of OpenAI or Anthropic read.
-
-Steps around every request's handler at the clients' port: its id, tenant, errors, and access
-line.
+kind. `RequestObserver` is around every request: its id, tenant, errors, and access line.
 """
 
 import asyncio
@@ -14,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar, assert_never, cast
@@ -79,7 +75,7 @@ from kvrs.proxy.wire.exactness import (
     replayable,
     tokens_at_risk,
 )
-from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.journal import Exactness, Journal
 from kvrs.proxy.wire.message_parts import REASONING
 from kvrs.proxy.wire.requests import (
     CHAT,
@@ -174,14 +170,10 @@ class ClientCall(msgspec.Struct, eq=False):
     # Record of the stream that the request resumes; None: a new stream.
     found: Record | None = None
     name: ServedName = _OWN_NAME
-    inexact: tuple[str, ...] = ()  # Features of the request that would be inexact after a cut.
+    # Exactness with which each of the streams begins.
+    exactness: Exactness = msgspec.field(default_factory=Exactness)
     # The prompt's text is inexact only because the proxy has no tokenizer.
     lacks_tokenizer: bool = False
-    # Features that only a replay continues exactly; copied to `Journal`, like the next ones.
-    replayed: tuple[str, ...] = ()
-    replays: Replays = Replays.NOWHERE
-    never_as_text: bool = False
-    has_generator: bool = True
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     # Prompts to send before the output, one for each journal; empty: no echo.
     echoes: Sequence[str | None] = ()
@@ -201,8 +193,9 @@ def head_of(journals: Iterable[Journal], *, lacks_tokenizer: bool) -> Mapping[st
     names: dict[str, None] = {}
     for journal in journals:
         journal.commit_head()
-        if journal.inexact and not journal.is_promised:
-            names |= dict.fromkeys(journal.inexact)
+        kept = journal.exactness
+        if kept.inexact and not kept.is_promised:
+            names |= dict.fromkeys(kept.inexact)
     if not names:
         return _NO_HEADERS
     # The header names the missing tokenizer as the reason instead of the prompt.
@@ -467,13 +460,13 @@ class ClientPort:
         exactly.
         """
         plain, (least, continues) = self.control.instances.plain, self.control.self_tests.least
-        comparison, parsed = self.control.self_tests.comparison, call.parsed
+        comparison, parsed, kept = self.control.self_tests.comparison, call.parsed, call.exactness
         if plain is None and continues is Continues.SEEDED and not comparison.sampled_ties:
             return
         call.lacks_tokenizer = plain is not None and not self.driver.tokenizer.available
         if plain is not None:
             is_sglang = self.driver.engine == SGLANG
-            call.never_as_text, call.has_generator = is_never_text(parsed), not is_sglang
+            kept.never_as_text, kept.has_generator = is_never_text(parsed), not is_sglang
             find = partial(
                 inexact_features,
                 parsed,
@@ -482,22 +475,22 @@ class ClientPort:
                 penalises_prompt=not is_sglang,
                 parses_reasoning=self.driver.parsers.reasoning,
             )
-            call.inexact = await self.large.run(parsed.size_bytes, find)
+            kept.inexact = await self.large.run(parsed.size_bytes, find)
             # SGLang's chats have no ids, by which its processor could be told the known output.
             if not (is_sglang and parsed.endpoint is CHAT):
-                call.replays = self.control.instances.replays(parsed.request.max_tokens)
-            call.replayed = replayable(call.inexact, parsed, has_generator=not is_sglang)
-            if call.replays is Replays.ALWAYS:
-                call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
+                kept.replays = self.control.instances.replays(parsed.request.max_tokens)
+            kept.replayed = replayable(kept.inexact, parsed, has_generator=not is_sglang)
+            if kept.replays is Replays.ALWAYS:
+                kept.inexact = tuple(each for each in kept.inexact if each not in kept.replayed)
         else:
-            call.inexact = tokens_at_risk(parsed, continues)
+            kept.inexact = tokens_at_risk(parsed, continues)
         has_ties = comparison.has_ties(sampled=parsed.request.temperature > 0)
-        if has_ties and "tokens" not in call.inexact:
-            call.inexact = ("tokens", *call.inexact)
-        if not call.inexact:
+        if has_ties and "tokens" not in kept.inexact:
+            kept.inexact = ("tokens", *kept.inexact)
+        if not kept.inexact:
             return
         if self._settings.inexact is Inexact.REFUSE:
-            feature = call.inexact[0]
+            feature = kept.inexact[0]
             raise RequestError(
                 f"{feature} cannot be continued exactly by instance {plain or least!r}, "
                 f"should the stream be cut, and "
@@ -524,23 +517,23 @@ class ClientPort:
 
     def _reopen(self, record: Record, parsed: ParsedRequest) -> Journal:
         journal = reopened(record, parsed, self.driver.clock())
-        journal.is_strict = self._settings.inexact is Inexact.REFUSE
+        kept = journal.exactness
+        kept.is_strict = self._settings.inexact is Inexact.REFUSE
         if self.control.instances.plain is not None:
-            journal.never_as_text = is_never_text(parsed)
-            journal.has_generator = self.driver.engine != SGLANG
+            kept.never_as_text = is_never_text(parsed)
+            kept.has_generator = self.driver.engine != SGLANG
             # A thought shows while the stream runs, too late for a seed of the proxy's.
-            known = [each for each in journal.inexact if each != REASONING]
-            journal.replayed = replayable(known, parsed, has_generator=journal.has_generator)
-            if REASONING in journal.inexact and journal.is_repeatable:
-                journal.replayed = (*journal.replayed, REASONING)
+            known = [each for each in kept.inexact if each != REASONING]
+            kept.replayed = replayable(known, parsed, has_generator=kept.has_generator)
+            if REASONING in kept.inexact and journal.is_repeatable:
+                kept.replayed = (*kept.replayed, REASONING)
             if parsed.endpoint is CHAT:
                 journal.restore(_received(record))
         # The instance that began the output is not known here, so a difference between any
         # instances counts.
         comparison, is_drawn = self.control.self_tests.comparison, parsed.request.temperature > 0
-        may_differ = comparison.differs or comparison.has_ties(sampled=is_drawn)
-        if may_differ and "tokens" not in journal.inexact:
-            journal.inexact = (*journal.inexact, "tokens")
+        if comparison.differs or comparison.has_ties(sampled=is_drawn):
+            kept.mark("tokens")
         return journal
 
     def _open_journals(self, call: ClientCall) -> None:
@@ -550,6 +543,7 @@ class ClientPort:
             call.journals = [self._reopen(call.found, parsed)]
         else:
             now_s = self.driver.clock()
+            is_strict = self._settings.inexact is Inexact.REFUSE
             options = parsed.request.stream_options
             wants_usage = options is not None and parsed.request.wants_usage
             call.journals = []
@@ -566,14 +560,9 @@ class ClientPort:
                         seed=None if seed is None else _wrapped(seed + index),
                         prompt_ids=one.prompt_ids,
                         deadlines=call.deadlines,
-                        inexact=call.inexact,
-                        replayed=call.replayed,
-                        replays=call.replays,
-                        never_as_text=call.never_as_text,
-                        has_generator=call.has_generator,
+                        exactness=replace(call.exactness, is_strict=is_strict),
                         has_plain_answers=bool(self.driver.parsers.plain_answers),
                         can_begin_again=not one.request.stream,
-                        is_strict=self._settings.inexact is Inexact.REFUSE,
                         asks_usage=not one.request.stream or wants_usage,
                     )
                     call.journals.append(journal)

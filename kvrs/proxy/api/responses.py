@@ -445,8 +445,8 @@ class ResponsesApi:
         """Note that a reader is about to get the head of a stream, also of a response that began
         without one: the head's promise of exactness holds from now on.
         """
-        if journal.is_promised is None:
-            journal.is_promised = not journal.inexact
+        if journal.exactness.is_promised is None:
+            journal.exactness.commit()
             if (live := self._port.driver.streams.get(journal.stream)) is not None:
                 self._port.driver.expect_token(live)  # The policy learns of the promise with it.
 

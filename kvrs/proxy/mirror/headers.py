@@ -18,7 +18,7 @@ from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import TenantSecret
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.streams.open_stream import Failed
-from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.journal import Exactness, Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
 
@@ -163,7 +163,7 @@ def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
         usage_sent=state.usage_sent,
         text_sent=state.text_sent,
         deadlines=ev.Deadlines(*header.deadlines),
-        inexact=state.inexact,
+        exactness=Exactness(state.inexact),
         lacks_ids=state.lacks_ids,
         textual=max(0, record.seq - (state.finish_reason is not None) - state.usage_sent)
         if state.lacks_ids

@@ -162,7 +162,7 @@ class KeyedStream:
             usage_sent=journal.usage_sent,
             cached_tokens=journal.cached_tokens,
             facts=journal.facts,
-            inexact=journal.inexact_elsewhere,
+            inexact=journal.exactness.elsewhere,
             lacks_ids=journal.lacks_ids,
             kv_locations=locations or before.kv_locations,
         )

@@ -222,7 +222,7 @@ class Mirror:
         record = Record(
             resume.keys[0], journal.stream, header, now_s, self.name, journal.owner_epoch
         )
-        record.state = StreamState(inexact=journal.inexact_elsewhere)
+        record.state = StreamState(inexact=journal.exactness.elsewhere)
         ids = journal.prompt_ids
         record.reserve_prompt(journal.prompt_tokens_guess if ids is None else len(ids))
         return record
@@ -321,7 +321,7 @@ class Mirror:
             within_s = 0.0
         else:
             journal = keyed.journal
-            is_exact = not (journal.inexact_elsewhere or journal.holds_text_back)
+            is_exact = not (journal.exactness.elsewhere or journal.holds_text_back)
             within_s = _GATHER_EXACT_S if is_exact else _GATHER_S
         self._pending[outbox.mirror].add(keyed, within_s)
 

@@ -326,8 +326,7 @@ class EngineText:
         if journal.parts is not None and journal.parts.is_parsed:
             raise DifferentOutputError("without a tokenizer the answer's ids are not known")
         name = "messages" if isinstance(journal.parsed.request, ChatRequest) else "prompt"
-        if name not in journal.inexact:
-            journal.inexact = (*journal.inexact, name)
+        journal.exactness.mark(name)
         self.sent = _UNKNOWN_SENT if journal.text_sent is None else journal.text_sent
         self._stops = StopStrings(journal.parsed.request.stop_strings)
         self._characters = self.sent

@@ -133,7 +133,7 @@ class Driver:
         files: ModelFiles | None = None,
     ) -> None:
         self._files = files or ModelFiles(config.cluster.model)
-        self._metrics = metrics
+        self.metrics = metrics
         self.clock = clock
         self.backends = backends
         self.agent_backends = agent_backends
@@ -252,9 +252,9 @@ class Driver:
 
     def process_lost(self, known: Member | Agent, death: DeathCause, silent_s: float) -> None:
         if isinstance(known, Member):
-            self._metrics.worker_lost(known.id, death, silent_s)
+            self.metrics.worker_lost(known.id, death, silent_s)
         else:
-            self._metrics.agent_lost(known.id, death)
+            self.metrics.agent_lost(known.id, death)
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """Run one stream to its end, and return its outcome; a cancelled caller ends the stream."""
@@ -282,7 +282,7 @@ class Driver:
             entered_s=now_s,
             picked=() if request is None else request.picked,
         )
-        self._metrics.streams.active.value += 1
+        self.metrics.streams.active.value += 1
         limit: asyncio.TimerHandle | None = None
         if self.request_timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -374,11 +374,6 @@ class Driver:
             return False
         return end_watch()
 
-    def resumed(self, attempt: Attempt[OpenStream]) -> None:
-        if attempt.live.refused_by:
-            blame_refusers(self._metrics, attempt.live)
-        attempt.resumed(self.clock())
-
     def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
         if isinstance(event, ev.AttemptFailed):
             instance = event.instance
@@ -396,16 +391,10 @@ class Driver:
                 log.info("output differs", extra=extra)
             else:
                 log.warning("attempt failed", extra=extra)
-                self._metrics.failures.labels(instance).inc()
+                self.metrics.failures.labels(instance).inc()
         # The task that reports here is ending by itself, so it must not be cancelled.
         live.task = None
         self.control.attempt_over(live, event, self.clock())
-
-    def completed(self, live: OpenStream) -> None:
-        # Do not cancel the task: it still reads the last bytes of the response, so that the
-        # connection can be reused.
-        live.task = None
-        self.control.end(live, Complete(), self.clock())
 
     def fail(self, live: OpenStream, failure: Failed, cause: str = "") -> None:
         """End the stream with this failure. `cause`: as in `StreamEnded`."""
@@ -427,7 +416,7 @@ class Driver:
         self.begin_attempt(live, plan, gives_end=True)
 
     def stream_closed(self, live: OpenStream) -> bool:
-        self._metrics.streams.ended(live, self.clock())
+        self.metrics.streams.ended(live, self.clock())
         return live.id in self.recoveries.hit
 
     def note(self, event: ev.Event, actions: Sequence[act.Action], now_s: float) -> None:
@@ -469,7 +458,7 @@ class Driver:
         self.tests_wake.set()
 
     def count_slot(self, outcome: SlotOutcome) -> None:
-        self._metrics.slots.labels(outcome).inc()
+        self.metrics.slots.labels(outcome).inc()
 
     def _task_ended(self, task: EagerTask[None], error: BaseException | None) -> None:
         live = self._tasks.pop(task)
@@ -485,19 +474,19 @@ class Driver:
     def end_stream(self, live: OpenStream, outcome: CoreOutcome) -> None:
         is_refused = isinstance(outcome, act.GiveUp) and outcome.reason is act.Reason.REFUSED
         if live.refused_by and not is_refused:
-            blame_refusers(self._metrics, live)
+            blame_refusers(self.metrics, live)
         found: Outcome
         match outcome:
             case Complete():
                 found = outcome
             case act.GiveUp(reason=act.Reason.REFUSED):
                 assert live.refusal is not None
-                self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
+                self.metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
                 extra = {"stream": live.id, "cause": outcome.message}
                 log.info("request rejected", extra=extra)
                 found = live.refusal
             case act.GiveUp():
-                self._metrics.admission.given_up.labels(outcome.reason).inc()
+                self.metrics.admission.given_up.labels(outcome.reason).inc()
                 if outcome.reason not in _SHED:
                     extra = {
                         "stream": live.id,
@@ -743,8 +732,16 @@ class AttemptCalls:
         self._give_end(continuation)
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
-        exact = self._instances.known[self._attempt.plan.decode].abilities.resumes_exactly
-        self._new_relay(continuation, exact).end_alone()
+        live, plan = self._live, self._attempt.plan
+        exact = self._instances.known[plan.decode].abilities.resumes_exactly
+        Relay(
+            live.journal,
+            live.client,
+            self,
+            exact=exact,
+            continuation=continuation,
+            replays=plan.replays,
+        ).end_alone()
         self.completed()
 
     async def _continuation(self) -> Continuation | EngineText | None:
@@ -777,7 +774,7 @@ class AttemptCalls:
         journal.prompt_ids = journal.parsed.tokenised(tokenized_ids(answer))
         journal.is_rendered = True
         if self._driver.penalises_chats and "repetition_penalty" not in journal.parsed.fields:
-            journal.inexact = tuple(dict.fromkeys((*journal.inexact, "repetition_penalty")))
+            journal.exactness.mark("repetition_penalty")
         model = journal.parsed.request.model or self._instances.model or ""
         head = {"id": f"chatcmpl-{journal.stream}", "created": int(time.time()), "model": model}
         journal.head = msgspec.json.encode(head)[:-1]
@@ -869,7 +866,11 @@ class AttemptCalls:
         """
         journal, tokenizer = self._live.journal, self._driver.tokenizer
         is_cut = isinstance(journal.stop_reason, str)  # The text ends before the ids do.
-        if journal.finished and not (journal.never_as_text or is_cut) and tokenizer.available:
+        if (
+            journal.finished
+            and not (journal.exactness.never_as_text or is_cut)
+            and tokenizer.available
+        ):
             is_plain = is_answer_plain(journal, await tokenizer.load())
             self._driver.parsers.plain_answers = is_plain
 
@@ -936,8 +937,7 @@ class AttemptCalls:
             return
         if live.journal.promise is not ev.Promise.NONE:
             raise ConfigError(f"cannot be continued exactly: {target} computes other tokens")
-        if "tokens" not in live.journal.inexact:
-            live.journal.inexact = (*live.journal.inexact, "tokens")
+        live.journal.exactness.mark("tokens")
 
     def _check_weights(self, target: InstanceId) -> None:
         """Mark a stream that begins at instances whose weights are not known to be right.
@@ -951,16 +951,15 @@ class AttemptCalls:
         journal = self._live.journal
         if journal.promise is not ev.Promise.NONE:
             raise ConfigError(f"cannot begin at {target}: the weights are not known to be right")
-        if WEIGHTS not in journal.inexact:
-            journal.inexact = (*journal.inexact, WEIGHTS)
+        journal.exactness.mark(WEIGHTS)
 
     def _end_replays(self) -> None:
         """Note that the attempt continues or ends the stream without a replay: the features in
-        `journal.replayed` become inexact. Raises ConfigError: the client was promised exact tokens.
+        `replayed` become inexact. Raises ConfigError: the client was promised exact tokens.
         """
         journal = self._live.journal
         is_promised = journal.promise is not ev.Promise.NONE
-        journal.cannot_replay()
+        journal.exactness.forgo_replay()
         if is_promised:
             features = ", ".join(journal.inexact)
             raise ConfigError(f"cannot be continued exactly without a replay: {features}")
@@ -982,7 +981,9 @@ class AttemptCalls:
             process = self._driver.control.self_tests.processes.get(attempt.plan.decode)
             if process is not None and process not in live.decoders[-1:]:
                 live.decoders = (*live.decoders, process)
-        self._driver.resumed(attempt)
+        if live.refused_by:
+            blame_refusers(self._driver.metrics, live)
+        attempt.resumed(self._driver.clock())
         # Prefill and decode are one call, whose first token shows the end of prefill.
         if live.phase is StreamPhase.PREFILL and attempt.is_current:
             live.enter(StreamPhase.DECODE, attempt.plan.decode)
@@ -1017,7 +1018,10 @@ class AttemptCalls:
 
     def completed(self) -> None:
         """Note that the client has the whole answer."""
-        self._driver.completed(self._live)
+        # Do not cancel the task: it still reads the last bytes of the response, so that the
+        # connection can be reused.
+        self._live.task = None
+        self._driver.control.end(self._live, Complete(), self._driver.clock())
 
     def _new_reader(
         self, continuation: Continuation | EngineText | None, exact: bool
@@ -1034,14 +1038,16 @@ class AttemptCalls:
             or not isinstance(live.client, WholeClient)
             or not is_asked_whole(live.journal, parses_reasoning=driver.parsers.reasoning)
         ):
-            return self._new_relay(continuation, exact)
+            replays = self._attempt.plan.replays
+            return Relay(
+                live.journal,
+                live.client,
+                self,
+                exact=exact,
+                continuation=continuation,
+                replays=replays,
+            )
         return WholeAnswer(live.journal, live.client, self)
-
-    def _new_relay(self, continuation: Continuation | EngineText | None, exact: bool) -> Relay:
-        live, replays = self._live, self._attempt.plan.replays
-        return Relay(
-            live.journal, live.client, self, exact=exact, continuation=continuation, replays=replays
-        )
 
 
 def _fault_of(error: UpstreamError) -> CallFault:

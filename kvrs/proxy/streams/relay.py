@@ -3,9 +3,6 @@
 The healthy path of a token: one search, one small list decoded, one append, one write. A read of
 whole chunks, each with one event of one id that fits a known template, goes from the engine's
 connection to the client's in one write (`TokenPath`); all other events are taken by `Relay`.
-
-`TokenPath` does the work of `Relay` and both framings for events that fit a template; all other
-events are left to them.
 """
 
 import re

@@ -174,7 +174,7 @@ class StreamMetrics:
         reason = journal.finish_reason or "none"
         if reason not in FINISH_REASONS:
             reason = "other"
-        self._ended[reason or "none", "no" if journal.inexact else "yes"].value += 1
+        self._ended[reason or "none", "no" if journal.exactness.inexact else "yes"].value += 1
         found: list[tuple[Durations, float]] = []
         for stage, seconds in live.phase_seconds(now_s).items():
             found.append((self._stages[stage], seconds))

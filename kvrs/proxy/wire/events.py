@@ -1,24 +1,17 @@
-"""Events of engines, as bytes: their framing, their usual form, and the templates of
-a stream's events.
-
-Server-sent events as bytes, split and trimmed by offset without re-encoding.
+"""Server-sent events of engines as bytes, split and trimmed by offset without re-encoding.
 
 A plain byte search is enough: inside a JSON string every quote is escaped, so the bytes `,"name":[`
 with unescaped quotes can only be a key of an object. This holds for compact JSON, as engines write
 it; other events are converted first (`EventForm`).
 
-The usual form of an engine's events, which the relay searches as bytes, and conversion to it.
+In the usual form of an engine's events, which the relay searches as bytes, an event begins with its
+head (id, object, time of creation, model), followed by its choices; a comma precedes every list of
+ids, and there are no blanks. vLLM and kvrs's engines write only this form, so an event costs one
+comparison and one search here. Events in another form are decoded and encoded again.
 
-In the usual form an event begins with its head (id, object, time of creation, model), followed by
-its choices; a comma precedes every list of ids, and there are no blanks. vLLM and kvrs's engines
-write only this form, so an event costs one comparison and one search here. Events in another form
-are decoded and encoded again.
-
-Templates of a stream's token events, which differ only in their text and their one id. Pure
-functions over bytes.
-
-An event that fits a template needs no full decoding: two comparisons, one search, and decoding of
-its text, which the journal notes. Any other event goes to the exact reader.
+A stream's token events differ only in their text and their one id, and fit a template. Such an
+event needs no full decoding: two comparisons, one search, and decoding of its text, which the
+journal notes. Any other event goes to the exact reader.
 """
 
 import re

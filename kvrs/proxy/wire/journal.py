@@ -31,6 +31,56 @@ _BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True, eq=False)
+class Exactness:
+    """Features of a request and its output that no recovery continues exactly, and promises."""
+
+    inexact: tuple[str, ...] = ()  # Features that would be inexact after a cut.
+    # Features that only a replay continues exactly; `replays` says where a replay is possible.
+    replayed: tuple[str, ...] = ()
+    replays: Replays = Replays.NOWHERE
+    # The stream is not continued from its ids: its output may hold tool calls, whose parser would
+    # begin in the middle, or follows a grammar that would begin anew.
+    never_as_text: bool = False
+    # Each request at the engine has a random generator of its own, which begins with its seed.
+    has_generator: bool = True
+    is_strict: bool = False  # Inexact continuations are forbidden: `proxy.inexact` is `refuse`.
+    # True: the sent head promises exactness; False: it warns of inexactness; None: not sent yet.
+    is_promised: bool | None = None
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Return the features that another proxy cannot continue exactly, because it does not know
+        how much of a parsed message the client has.
+        """
+        return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
+
+    def commit(self) -> None:
+        """Note that a head is about to be written: its promise holds from now on."""
+        if self.is_promised is None:
+            self.is_promised = not self.inexact
+
+    def mark(self, name: str) -> None:
+        """Note a feature that would be inexact after a cut."""
+        if name not in self.inexact:
+            self.inexact = (*self.inexact, name)
+
+    def note(self, name: str, *, may_come_again: bool, lacks_ids: bool) -> None:
+        """Note a feature of the output that shows only while the stream runs: a second run
+        continues it, with certainty only where every instance has the processor for that.
+        """
+        if name not in self.replayed and may_come_again:
+            self.replayed = (*self.replayed, name)
+        if lacks_ids or self.replays is not Replays.ALWAYS or name not in self.replayed:
+            self.mark(name)
+
+    def forgo_replay(self) -> None:
+        """Note that the stream continues or ends without a replay: the features in `replayed`
+        become inexact.
+        """
+        self.inexact, self.replayed = self.elsewhere, ()
+
+
+@dataclass(slots=True, eq=False)
 class Journal:
     """State of one stream, which is one choice of one request. Only attempt `attempt` of the owner
     with `owner_epoch` writes to the journal; attempt 0: no attempt has begun.
@@ -57,19 +107,15 @@ class Journal:
     # reported.
     cached_tokens: int | None = None
     output_ids: "array[int]" = field(default_factory=partial(array, "I"))
-    owner_epoch: int = (
-        0  # Number of moves of the stream between proxies, or between requests of its client.
-    )
+    # Number of moves of the stream between proxies, or between requests of its client.
+    owner_epoch: int = 0
     attempt: int = 0
     # Last attempt whose logits were not numbers, that could not load KV from a store, or whose
     # instance has a store that is not trusted; 0: none. Calls from then on look up no KV computed
     # before.
     spoilt_attempt: int = 0
-    head: bytes | None = (
-        # `{"id":..,"created":..,"model":..` of the first event, with which every later event
-        # begins.
-        None
-    )
+    # `{"id":..,"created":..,"model":..` of the first event, with which every later one begins.
+    head: bytes | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage_sent: bool = False
@@ -86,14 +132,8 @@ class Journal:
     # yet; None: not resumable.
     marks: list[int] | None = None
     kept: tuple[ev.Kept, ...] = ()  # Holders of the stream's KV that the former owner knew.
-    inexact: tuple[str, ...] = ()  # Features that would be inexact after a cut.
-    # Features that only a replay continues exactly; `replays` says where a replay is possible.
-    replayed: tuple[str, ...] = ()
-    replays: Replays = Replays.NOWHERE
+    exactness: Exactness = field(default_factory=Exactness)
     is_predictable: bool = True  # The number of the prompt's tokens determines the time of prefill.
-    is_strict: bool = False  # Inexact continuations are forbidden: `proxy.inexact` is `refuse`.
-    # True: the sent head promises exactness; False: it warns of inexactness; None: not sent yet.
-    is_promised: bool | None = None
     # The proxy sends engines a chat's rendered messages as ids, and makes the chat's events itself.
     is_rendered: bool = False
     # The engine has sent text without ids (vLLM with `include_reasoning: false`): the client gets
@@ -102,11 +142,6 @@ class Journal:
     # Usage that the engine counted for a stream without ids; None: counted from the ids.
     counted: Usage | None = None
     textual: int = 0  # Number of events passed on in a stream without ids.
-    # The stream is not continued from its ids: its output may hold tool calls, whose parser would
-    # begin in the middle, or follows a grammar that would begin anew.
-    never_as_text: bool = False
-    # Each request at the engine has a random generator of its own, which begins with its seed.
-    has_generator: bool = True
     # Nothing outside this journal has any of the output before its end, so that it can be dropped.
     can_begin_again: bool = False
     # Texts of a chat's message that the client has; None: not a chat of an engine with parsers.
@@ -126,28 +161,32 @@ class Journal:
         draw at random, because a seed would repeat the same numbers after a cut.
         """
         is_given = self.parsed.request.seed is not None
-        return is_given or "temperature" not in self.inexact or "temperature" in self.replayed
-
-    @property
-    def inexact_elsewhere(self) -> tuple[str, ...]:
-        """Return the features that another proxy cannot continue exactly, because it does not know
-        how much of a parsed message the client has.
-        """
-        return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
+        kept = self.exactness
+        return is_given or "temperature" not in kept.inexact or "temperature" in kept.replayed
 
     def commit_head(self) -> None:
         """Note that the response's head is about to be written: its promise of exactness holds from
         now on. The head of a whole answer is written at the end, and promises nothing.
         """
-        if self.is_promised is None and self.parsed.request.stream:
-            self.is_promised = not self.inexact
+        if self.parsed.request.stream:
+            self.exactness.commit()
 
     @property
     def promise(self) -> ev.Promise:
-        if not (self.is_promised or self.is_strict):
+        kept = self.exactness
+        if not (kept.is_promised or kept.is_strict):
             return ev.Promise.NONE
-        is_drawn = self.parsed.request.temperature > 0 and not self.replayed
+        is_drawn = self.parsed.request.temperature > 0 and not kept.replayed
         return ev.Promise.SAMPLED if is_drawn else ev.Promise.GREEDY
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        return self.exactness.inexact
+
+    @property
+    def unkept(self) -> Sequence[str]:
+        kept = self.exactness
+        return [each for each in kept.inexact if each not in kept.replayed]
 
     @property
     def is_sampled(self) -> bool:
@@ -159,14 +198,16 @@ class Journal:
         second run can be compared with what the client has.
         """
         is_known = not self.lacks_ids if self.parts is None else self.parts.is_whole
-        return is_known and (not self.is_sampled or (self.has_generator and self.seed_is_needed))
+        return is_known and (
+            not self.is_sampled or (self.exactness.has_generator and self.seed_is_needed)
+        )
 
     @property
     def may_come_again(self) -> bool:
         """Return whether some instance generates the known output again: an equal one, or one with
         the processor, which is told the ids.
         """
-        is_told = self.replays is not Replays.NOWHERE and not self.lacks_ids
+        is_told = self.exactness.replays is not Replays.NOWHERE and not self.lacks_ids
         return is_told or self.is_repeatable
 
     @property
@@ -180,7 +221,7 @@ class Journal:
         """
         if self.is_rendered or (self.can_begin_again and self.begins_again):
             return False
-        if self.never_as_text or self.lacks_ids:
+        if self.exactness.never_as_text or self.lacks_ids:
             return True
         is_in_answer = self.answer_from is not None and self.has_plain_answers
         return self.parts is not None and self.parts.is_parsed and not is_in_answer
@@ -192,7 +233,7 @@ class Journal:
         """
         if self.is_rendered or (self.can_begin_again and self.begins_again):
             return False
-        return self.only_replay or self.replayed not in ((), (REASONING,))
+        return self.only_replay or self.exactness.replayed not in ((), (REASONING,))
 
     @property
     def begins_again(self) -> bool:
@@ -202,8 +243,9 @@ class Journal:
         """
         if not self.can_begin_again or self.finished:
             return False
-        is_bound = self.never_as_text or self.lacks_ids or self.replayed
-        return bool(is_bound) or any(each != "temperature" for each in self.inexact)
+        kept = self.exactness
+        is_bound = kept.never_as_text or self.lacks_ids or kept.replayed
+        return bool(is_bound) or any(each != "temperature" for each in kept.inexact)
 
     @property
     def produced_tokens(self) -> int:
@@ -221,17 +263,11 @@ class Journal:
     def note_missing_ids(self) -> None:
         if not self.lacks_ids:
             self.lacks_ids = True
-            self.note_feature("token_ids")
+            self._note("token_ids")
 
-    def note_feature(self, name: str) -> None:
-        """Note a feature of the output that shows only while the stream runs: a second run
-        continues it, with certainty only where every instance has the processor for that.
-        """
-        if name not in self.replayed and self.may_come_again:
-            self.replayed = (*self.replayed, name)
-        is_certain = self.replays is Replays.ALWAYS and name in self.replayed and not self.lacks_ids
-        if not is_certain and name not in self.inexact:
-            self.inexact = (*self.inexact, name)
+    def _note(self, name: str) -> None:
+        again = self.may_come_again
+        self.exactness.note(name, may_come_again=again, lacks_ids=self.lacks_ids)
 
     def note_text(self, choice: ReceivedChoice, ids: int) -> bool:
         """Note the text and the parsed parts of an event with so many ids, which the client gets;
@@ -249,7 +285,11 @@ class Journal:
             self._note_parsed(choice)
         if text:
             self.parts.add(TEXT, text)
-            if self.answer_from is None and self.parts.is_parsed and not self.never_as_text:
+            if (
+                self.answer_from is None
+                and self.parts.is_parsed
+                and not self.exactness.never_as_text
+            ):
                 self.answer_from = len(self.output_ids) - ids, len(self.output_ids)
         return self.only_replay is not was_only_replay
 
@@ -257,11 +297,11 @@ class Journal:
         assert self.parts is not None
         for part, text in parsed_parts(choice):
             self.parts.add(part, text)
-            self.note_feature(REASONING if part == REASONING else "tools")
+            self._note(REASONING if part == REASONING else "tools")
             # The rest of a call follows; or the thought follows text, and only a parser tells which
             # of the ids belong to it.
             if part != REASONING or self.parts.text(TEXT):
-                self.never_as_text = True
+                self.exactness.never_as_text = True
         self.answer_from = None
 
     def restore(self, events: Iterable[tuple[ReceivedChoice, int]]) -> None:
@@ -275,12 +315,6 @@ class Journal:
             self.output_ids.extend(ids[at : at + count])
             self.note_text(choice, count)
         self.output_ids = ids
-
-    def cannot_replay(self) -> None:
-        """Note that the stream continues or ends without a replay: the features in `replayed`
-        become inexact.
-        """
-        self.inexact, self.replayed = self.inexact_elsewhere, ()
 
     @property
     def prefix(self) -> Prefix:

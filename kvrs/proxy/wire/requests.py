@@ -1,8 +1,6 @@
 """The two endpoints of the OpenAI API; a client's request with its id and trace; and the request's
-share of the memory for bodies and of its tenant's streams.
-
-Block hashes of a client's prompt, by which the core finds prompts with a common beginning
-(`kvrs/core/model/cluster_view.py`). The bytes are hashed as received, without decoding.
+share of the memory for bodies and of its tenant's streams. The core finds prompts with a common
+beginning by hashes of their blocks, as received, without decoding (`core/model/cluster_view.py`).
 """
 
 import re

@@ -6,9 +6,7 @@ that receives them. There is no task, future, lock or timer per token, so code t
 must neither block nor await. aiohttp's parser parses the head of a response; the body of a usual
 one, in plain chunks or with a length, is found by offset, and the parser takes every other body.
 
-Each call has a connection of its own. A multiplexer for the embedded engine was removed: in five
-rounds of 2026-11-25 the CPU without it was 0.90, 1.03 and 1.08 times that with it (one stream, 200
-at 20/s, 256 at 200/s; ranges 0.80 to 1.31).
+Each call has a connection of its own: a multiplexer saved no CPU (`experiments/bench_proxy`).
 """
 
 import asyncio

@@ -206,11 +206,11 @@ async def test_the_head_of_a_stream_is_a_promise(
     )
     await system.until_streams_hold(4)
     (live,) = system.proxy.parts.driver.streams.values()
-    before = live.journal.is_promised
+    before = live.journal.exactness.is_promised
     if retrieved:
         begun = await client.responses.retrieve(begun.id, stream=True)
     await anext(begun)
-    after = live.journal.is_promised
+    after = live.journal.exactness.is_promised
     system.script.gate.set()
     await begun.close()
 

@@ -200,7 +200,7 @@ async def test_a_token_that_was_on_its_way_ends_no_recovery(
     (stream,) = driver.streams
     live = driver.control.streams[StreamId(stream)]
     assert live.attempt.plan is not None
-    driver.resumed(Attempt(driver.control, live, live.attempt.plan))
+    Attempt(driver.control, live, live.attempt.plan).resumed(driver.clock())
     early = (await recoveries(system))[0]["outcome"]
     d0.reforming, d0.degree, d0.layout_number = None, 1, 1
     await system.until(lambda: says(system, "d0", "degraded"))

@@ -156,7 +156,7 @@ class Way:
             journal.finish_reason,
             (journal.first_write_s, journal.last_write_s, journal.longest_gap_s),
             self.delivered,
-            (journal.text_sent, texts_of(journal), journal.replayed, journal.inexact),
+            (journal.text_sent, texts_of(journal), journal.exactness.replayed, journal.inexact),
             (journal.answer_from, journal.only_replay),
         )
 
