@@ -509,7 +509,7 @@ async def test_a_long_prompt_is_written_and_read_beside_the_event_loop(
 
         return run
 
-    monkeypatch.setattr("kvrs.proxy.backends.bodies.encode", noted(encode_with_ids))
+    monkeypatch.setattr("kvrs.proxy.backends.bodies.encode_with_ids", noted(encode_with_ids))
     monkeypatch.setattr("kvrs.proxy.backends.pd.decode", noted(decode_ids))
     prompt = packed(range(tokens))
     answer = encode_with_ids({"choices": [{"prompt_token_ids": prompt}]})
