@@ -510,7 +510,7 @@ async def test_a_long_prompt_is_written_and_read_beside_the_event_loop(
         return run
 
     monkeypatch.setattr("kvrs.proxy.backends.bodies.encode_with_ids", noted(encode_with_ids))
-    monkeypatch.setattr("kvrs.proxy.backends.pd.decode", noted(decode_ids))
+    monkeypatch.setattr("kvrs.proxy.backends.pd.decode_ids", noted(decode_ids))
     prompt = packed(range(tokens))
     answer = encode_with_ids({"choices": [{"prompt_token_ids": prompt}]})
     instance = Instance([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer])
