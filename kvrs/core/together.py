@@ -64,9 +64,9 @@ class Steps:
         left = sorted(self.work, key=attrgetter("ready_s"))
         tokens_left = {id(each): each.tokens for each in left}
         for _ in range(_MOST_STEPS):
-            if not left:
+            if not left or (first_s := left[0].ready_s) == inf:
                 return
-            if (first_s := left[0].ready_s) > now_s:  # Streams decode, or the instance idles.
+            if first_s > now_s:  # Streams decode, or the instance idles.
                 steps = ceil((first_s - now_s) / self.decode_s) if self.decode_s else 0
                 now_s = now_s + steps * self.decode_s if steps else first_s
             room, seconds, done = self.step_tokens, 0.0, 0
@@ -156,6 +156,7 @@ class _Event:
             ):
                 prefill, last = self._view.members[estimate.source], Work(1, 0.0)
                 prompts[prefill.id] = None
+                last.ready_s = inf
                 prompt = self._at(prefill, _computed(prefill, stream, estimate.compute_s))
                 prompt.ready_s = HANDSHAKE_S / 2
                 sending = self._send(self._view.link(prefill.node, target.node), estimate)
@@ -166,6 +167,7 @@ class _Event:
                 if link is not None:
                     sending = self._send(link, estimate)
                     sending.begins_s += HANDSHAKE_S / 2
+                    last.ready_s = inf
                     if target.node in self._agents:  # The agent there grants the slot.
                         sending.begins_s += HANDSHAKE_S
                     fetched.append((sending, last))
@@ -181,9 +183,9 @@ class _Event:
             share_link(sendings, max(0, before_bytes) / rate, max(1, before))
         for sending, last in (*fetched, *((sending, last) for _, sending, last in handed)):
             last.ready_s = sending.ends_s
-        for name, steps in self._steps.items():
-            if name not in prompts:
-                steps.play()
+        # An instance that does both stages is played again, with what has come to it.
+        for name in dict.fromkeys(estimate.target for _, estimate in chosen):
+            self._steps[name].play()
         return [last.ends_s + HANDSHAKE_S / 2 for last in lasts]
 
     def _fetch(

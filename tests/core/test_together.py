@@ -10,6 +10,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import HANDSHAKE_S
 from kvrs.core.together import Sending, Steps, Work, share_link
+from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of, only
 
@@ -168,3 +169,25 @@ def test_a_report_counts_where_more_waits_than_was_booked() -> None:
     plain.note_queue(2.0)
 
     assert plain.wait_of_history_s(0.0) == 2.0
+
+
+def test_a_token_comes_after_its_hand_off_also_between_instances_that_do_both_stages() -> None:
+    """Each computes prompts for the other, and awaits what the other one computes."""
+    harness = PolicyHarness()
+    harness.handle(instance_up("b0", prefill=WITH_OVERHEAD, capabilities=[]))
+    names = ("A", "B", "C", "D")
+    for name in names:
+        harness.decoding(name)
+    for name in ("b10", "b11"):  # On one node, so that the idle one of them computes.
+        harness.handle(instance_up(name, prefill=WITH_OVERHEAD, capabilities=[]))
+    harness.handle(load("b11", 0.05))
+    harness.lose("b0", **dict.fromkeys(names, 1))
+    harness.handle(ev.TimerFired(), at_s=0.1)
+
+    attempts = [harness.policy.streams[StreamId(name)].attempt for name in names]
+    plans = [attempt.plan for attempt in attempts]
+    assert {(plan.prefill, plan.decode) for plan in plans if plan is not None} == {
+        ("b10", "b11"),
+        ("b11", "b10"),
+    }
+    assert all(each.predicted is not None and each.predicted.seconds > 0.1 for each in attempts)
