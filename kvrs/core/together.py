@@ -67,7 +67,7 @@ class Steps:
             if not left or (first_s := left[0].ready_s) == inf:
                 return
             if first_s > now_s:  # Streams decode, or the instance idles.
-                steps = ceil((first_s - now_s) / self.decode_s) if self.decode_s else 0
+                steps = ceil((first_s - now_s) / self.decode_s) if self.decode_s > 1e-9 else 0
                 now_s = now_s + steps * self.decode_s if steps else first_s
             room, seconds, done = self.step_tokens, 0.0, 0
             for each in left:
@@ -97,13 +97,14 @@ class Sending:
 
 def share_link(sendings: Sequence[Sending], before_s: float, before: int = 1) -> None:
     """Set the ends of the transfers of one link, which share it equally with each other, and with
-    `before` transfers that began before and take `before_s` together.
+    `before` transfers that began before and take `before_s` together, but with none without end.
     """
     now_s = each_s = 0.0  # `each_s`: what each transfer since the first has got.
     moving: list[tuple[float, int]] = []
     if before_s > 0:
         moving = [(before_s / before, -1)] * before
-    waiting = sorted(range(len(sendings)), key=lambda index: sendings[index].begins_s)
+    ending = (i for i, each in enumerate(sendings) if each.begins_s + each.seconds < inf)
+    waiting = sorted(ending, key=lambda index: sendings[index].begins_s)
     waiting.reverse()
     while waiting or moving:
         begins_s = sendings[waiting[-1]].begins_s if waiting else inf

@@ -574,10 +574,11 @@ class LoadReport(msgspec.Struct, frozen=True):
     total_pages: Natural = 0  # KV pages that the engine has; 0: not reported.
     # Questions of the watch that a stock engine fails now; engines of kvrs are not asked.
     failing: dict[WatchQuestion, FailedQuestion] = {}
-    step_s: Seconds = 0.0  # Time of a recent step without prompts; 0: not reported.
+    # Time of a recent step without prompts; 0: not reported.
+    step_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     # Time of recent steps with prompts over that of the declared prefill table, with the present
     # ranks; None: not reported.
-    slowness: Factor | None = None
+    slowness: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

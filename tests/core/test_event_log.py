@@ -103,8 +103,8 @@ reports = st.builds(
     reforming=st.none() | reformings,
     full_degree=naturals,
     names=st.none() | st.just(ModelNames(("tiny",))),
-    step_s=seconds,
-    slowness=st.none() | st.floats(1e-9, 1e9),
+    step_s=st.floats(0, 86_400),
+    slowness=st.none() | st.floats(0.001, 1000),
 )
 mappings: dict[Any, dict[str, Any]] = {
     ev.InstanceLost: produced,

@@ -1,3 +1,5 @@
+from math import inf, nan
+
 import msgspec
 import pytest
 
@@ -38,6 +40,17 @@ def test_a_mean_that_moved_is_told_while_its_bound_stays() -> None:
     moved = links.measured(A, B, Measurement(1.05e9, 1.5e8, 0.0), now_s=3.0)
 
     assert (hardly, moved) == (None, ev.LinkMeasured(A, B, 0.9e9, 1.05e9))
+
+
+@pytest.mark.parametrize("rate", [1e-320, 0.0, -5.0, 1e300, inf, nan])
+def test_a_rate_that_no_link_has_is_not_told(rate: float) -> None:
+    """Times by it would be infinite, and the policy could not predict by them."""
+    links = LinkBounds()
+
+    absurd = links.measured(A, B, Measurement(rate, 0.0, 0.0), now_s=1.0)
+    real = links.measured(A, B, Measurement(1e9, 0.0, 1.0), now_s=1.0)
+
+    assert (absurd, told(real)) == (None, 1e9 - 1e7)
 
 
 def test_a_link_keeps_the_mean_beside_the_rate_that_decides() -> None:

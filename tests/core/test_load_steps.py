@@ -231,3 +231,15 @@ def test_an_instance_that_has_computed_no_prompt_is_as_slow_as_its_like() -> Non
 
     found = {name: members[InstanceId(name)].times.slowness for name in ("p0", "d0", "d1", "d3")}
     assert found == {"p0": 3.0, "d0": 1.0, "d1": 2.0, "d3": 2.0}
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [{"slowness": 1e-320}, {"slowness": 1e308}, {"step_s": 1e308}, {"step_s": -0.1}],
+)
+def test_a_report_of_absurd_times_is_refused(absurd: dict[str, float]) -> None:
+    """A table by such a factor predicts nothing, also for the instances that share it."""
+    sent = msgspec.to_builtins(report(0.0)) | absurd
+
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(sent), type=LoadReport)

@@ -73,6 +73,12 @@ def test_bytes_that_were_on_the_link_before_share_it_too() -> None:
     assert one.ends_s == pytest.approx(5.0)  # Each of the five gets a fifth.
 
 
+@pytest.mark.parametrize("absurd", [Sending(inf), Sending(1.0, begins_s=inf)])
+def test_a_transfer_that_never_ends_delays_no_other(absurd: Sending) -> None:
+    """There are those over a link for which the settings assume next to nothing."""
+    assert ends(absurd, Sending(1.0), absurd, before_s=0.5) == [inf, pytest.approx(1.5), inf]
+
+
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=20), st.floats(0.0, 5.0))
 def test_a_link_is_never_idle_and_never_faster_than_its_rate(
     drawn: list[tuple[float, float]], before_s: float
@@ -191,3 +197,23 @@ def test_a_token_comes_after_its_hand_off_also_between_instances_that_do_both_st
         ("b11", "b10"),
     }
     assert all(each.predicted is not None and each.predicted.seconds > 0.1 for each in attempts)
+
+
+@pytest.mark.parametrize("step_s", [1e-320, 86_400.0])
+def test_absurd_times_of_steps_end_in_a_prediction(step_s: float) -> None:
+    """A failure here would lose the event behind the decision, for all streams."""
+    harness = PolicyHarness()
+    for name in ("p0", "d0"):
+        harness.handle(instance_up(name, prefill=WITH_OVERHEAD, capabilities=[]))
+    for name in ("A", "B", "C"):
+        harness.decoding(name)
+    harness.handle(instance_up("d1", prefill=WITH_OVERHEAD, capabilities=[]))
+    harness.decoding("D")  # It decodes where the victims go.
+    harness.handle(load("d1", step_s=step_s))
+    harness.lose("d0", A=1, B=1, C=1)
+    harness.handle(ev.TimerFired(), at_s=0.1)
+
+    for name in ("A", "B", "C"):
+        predicted = harness.policy.streams[StreamId(name)].attempt.predicted
+        assert predicted is not None
+        assert 0.0 < predicted.low_s < predicted.high_s < inf

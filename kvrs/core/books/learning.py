@@ -45,8 +45,10 @@ class LinkBounds:
         self, source: NodeId, target: NodeId, measured: Measurement, now_s: float
     ) -> ev.LinkMeasured | None:
         """Note a measurement; return the event for the policy, or None if bound and mean have
-        hardly changed.
+        hardly changed, or no link has such a rate.
         """
+        if not 1.0 <= measured.bytes_per_s <= 1e15:  # Bytes divided by it might be infinite.
+            return None
         measured_s = now_s - measured.age_s
         link = self._links.get((source, target))
         if link is None:

@@ -79,4 +79,4 @@ class CountedSteps:
             if steps > before and seconds > before_s:
                 self._means.append((seconds - before_s) / (steps - before))
             self._before = steps, seconds
-        return median(self._means) if self._means else 0.0
+        return min(86_400.0, median(self._means)) if self._means else 0.0

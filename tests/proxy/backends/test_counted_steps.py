@@ -27,6 +27,11 @@ def test_one_read_of_slow_steps_does_not_count() -> None:
     assert read((0, 0), (10, 0.3), (20, 9.3), (30, 9.6)) == pytest.approx(0.03)
 
 
+def test_absurd_counts_make_no_report_that_an_event_log_cannot_have() -> None:
+    """Reports are read again with the limits of their type."""
+    assert read((0, 0.0), (10, 1e30)) == 86_400
+
+
 def test_steps_that_stay_slow_count_after_two_reads() -> None:
     assert read((0, 0), (10, 0.3), (20, 0.6), (30, 1.2), (40, 1.8)) == pytest.approx(0.06)
 
