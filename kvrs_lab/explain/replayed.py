@@ -248,6 +248,8 @@ def _sentence(found: ComparedIncident, settings: str) -> str:
         return f"{said}\n    {settings}: not shown: {found.why_not}"
     changed = sum(each.is_other for each in found.decisions)
     said += f"\n    {settings}: {changed} of {len(found.decisions)} decisions would be others"
+    if waiting := sum(each.other is None for each in found.decisions):
+        said += f", and {waiting} would wait first, which is in no sum"
     if found.totals_s is not None:
         real_s, predicted_s, other_s = found.totals_s
         said += (

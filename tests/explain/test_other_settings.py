@@ -187,6 +187,13 @@ def test_the_sentence_has_the_sums(tmp_path: Path) -> None:
     assert RECOMPUTE in text
 
 
+def test_a_stream_that_would_wait_is_counted(tmp_path: Path) -> None:
+    """With one slot the second victim waits for it: the sum of the first alone is no gain."""
+    text = asked(tmp_path, death(), "--set", "policy.slots_max=1")
+
+    assert "0 of 2 decisions would be others, and 1 would wait first, which is in no sum; " in text
+
+
 @pytest.mark.parametrize(
     ("off", "again", "within"),
     [
