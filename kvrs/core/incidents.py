@@ -218,8 +218,8 @@ def compared(action: act.Recovered, chosen: Estimate | None) -> list[Estimate]:
     over all targets, with the wait of other victims.
     """
     best: dict[Option, Estimate] = {} if chosen is None else {chosen.option: chosen}
-    for each in sorted(action.estimates, key=lambda e: e.total_s + e.at_target_s * action.others):
-        best.setdefault(each.option, each)
+    for it in sorted(action.estimates, key=lambda e: e.total_s + e.wait_of_others_s(action.others)):
+        best.setdefault(it.option, it)
     return [*best.values()]
 
 
@@ -233,12 +233,12 @@ def brief(action: act.Recovered) -> act.Recovered:
     alone: dict[Option, Estimate] = {}
     beside: dict[Option, tuple[float, Estimate]] = {}
     for each in action.estimates:
-        option, cost_s = each.option, each.total_s + each.at_target_s * action.others
-        if option not in alone or each.total_s < alone[option].total_s:
-            alone[option] = each
-        if option not in beside or cost_s < beside[option][0]:
-            beside[option] = cost_s, each
-        if chosen is None and option is action.option and each.next_token_s == action.predicted_s:
+        cost_s = each.total_s + each.at_target_s * (action.others or each.waiting)
+        if each.option not in alone or each.total_s < alone[each.option].total_s:
+            alone[each.option] = each
+        if each.option not in beside or cost_s < beside[each.option][0]:
+            beside[each.option] = cost_s, each
+        if not chosen and (each.option, each.next_token_s) == (action.option, action.predicted_s):
             chosen = each
     if chosen is not None:
         alone[chosen.option], beside[chosen.option] = chosen, (0.0, chosen)

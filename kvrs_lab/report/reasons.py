@@ -118,12 +118,13 @@ def _costs(option: str, rows: Sequence[_Row]) -> Iterator[str]:
         words += f", {other} {_seconds(median(times_s))}{many}"
     yield words
     if spared:
-        yield f"slower alone for {spared}, but other victims wait less"
+        yield f"slower alone for {spared}, but other streams wait less"
 
 
 def _cost_s(estimate: _Row, others: float) -> float:
     """The cost by which options are compared."""
-    return float(estimate["total_s"] + others * estimate.get("at_target_s", 0.0))
+    waiting = others or estimate.get("waiting", 0)  # A single victim counts who waits already.
+    return float(estimate["total_s"] + waiting * estimate.get("at_target_s", 0.0))
 
 
 def _seconds(value: float) -> str:

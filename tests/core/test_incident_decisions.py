@@ -331,3 +331,22 @@ def test_a_prefill_instance_lost_after_the_hand_off_takes_only_its_pages() -> No
 
     assert lost == []
     assert only(harness.lose("d0", A=1), act.Start).plan.runs == ()
+
+
+@pytest.mark.parametrize("name", [PolicyName.AUTO, PolicyName.ALWAYS_MIGRATE])
+def test_a_single_victim_is_charged_for_waiting_streams_only_by_a_policy_that_spares_them(
+    name: PolicyName,
+) -> None:
+    """A decision shows as its charge what has been in it."""
+    harness = PolicyHarness("p0", "d0", name=name)
+    harness.decoding("A", 1000)
+    harness.add("d1")
+    for each in ("X", "Y"):  # The one that begins at d1 has no token yet.
+        if harness.decoding(each, 1000, resumed=False).plan.decode != "d1":
+            harness.handle(ev.StreamEnded(StreamId(each), 1))
+
+    recovered = of(harness.lose("d0", A=1), act.Recovered)[0]
+
+    assert recovered.others == 0.0
+    charged_s = [each.wait_of_others_s(recovered.others) for each in recovered.estimates]
+    assert any(charged_s) is (name is PolicyName.AUTO)

@@ -367,10 +367,15 @@ def test_a_decision_without_restore_names_the_agents_that_were_down() -> None:
     assert with_restore.agents_down == ()
 
 
-def test_each_option_is_shown_at_the_target_where_it_would_have_been_chosen() -> None:
-    """The least with the wait of others; the chosen option where it was chosen."""
+@pytest.mark.parametrize(("others", "waiting"), [(2.0, 0), (0.0, 2)])
+def test_each_option_is_shown_at_the_target_where_it_would_have_been_chosen(
+    others: float, waiting: int
+) -> None:
+    """The least with the wait of others, for a single victim of those that wait already; the chosen
+    option where it was chosen.
+    """
     estimates = tuple(
-        Estimate(option, target, total_s, at_target_s=at_target_s)
+        Estimate(option, target, total_s, at_target_s=at_target_s, waiting=waiting)
         for option, target, total_s, at_target_s in (
             (Option.RECOMPUTE, D1, 7.0, 1.0),
             (Option.RECOMPUTE, D0, 8.0, 1.0),
@@ -379,10 +384,11 @@ def test_each_option_is_shown_at_the_target_where_it_would_have_been_chosen() ->
             (Option.MIGRATE, P0, 14.0, 0.0),
         )
     )
-    action = act.Recovered(A, 2, Option.RECOMPUTE, 8.0, estimates, "killed", P0, 2.0)
+    action = act.Recovered(A, 2, Option.RECOMPUTE, 8.0, estimates, "killed", P0, others)
 
     costs = RecordedDecision(0, Moment(0.0, None), action, act.Plan(D0)).costs
 
+    assert costs == RecordedDecision(0, Moment(0.0, None), brief(action), act.Plan(D0)).costs
     assert [(each.option, each.predicted_s, each.extra_s) for each in costs] == [
         (Option.RECOMPUTE, 8.0, 2.0),
         (Option.MIGRATE, 12.0, 0.0),

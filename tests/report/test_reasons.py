@@ -54,9 +54,12 @@ def test_an_option_that_is_slower_alone_was_chosen_for_the_sake_of_other_victims
 
     (told,) = reason_lines([shared], [0], [PROCESS], {})
     (alone,) = reason_lines([shared | {"others": 0.0}], [0], [PROCESS], {})
+    there = [each | {"waiting": 7} for each in (chosen, other)]
+    (single,) = reason_lines([shared | {"others": 0.0, "estimates": there}], [0], [PROCESS], {})
 
-    assert told.endswith("slower alone for 1, but other victims wait less.")
-    assert "other victims" not in alone
+    assert told.endswith("slower alone for 1, but other streams wait less.")
+    assert single.endswith("slower alone for 1, but other streams wait less.")
+    assert "other streams" not in alone
 
 
 def test_sentences_follow_the_faults_and_leave_out_recoveries_of_none() -> None:
