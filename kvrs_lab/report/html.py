@@ -75,8 +75,8 @@ _TIMELINE_WORDS = (
 
 
 _RECOVERIES_WORDS = (
-    "Predicted: nine of ten real costs lie in this interval. Real: from the decision to the next "
-    "token. Off by: the factor between the real cost and the predicted one, the middle of the "
+    "Predicted: nine of ten real costs should lie in this interval. Real: from the decision to the "
+    "next token. Off by: the factor between the real cost and the predicted one, the middle of the "
     "interval. Until known: how much more the client waited, from its last token until the death "
     "was known and the recovery decided. Pause: its whole wait."
 )
