@@ -49,6 +49,8 @@ from kvrs.protocol.rows import (
 from kvrs.transfer.rows.ledger import ORDERED, LedgerView
 from kvrs.transfer.rows.tags import RowTagger
 
+log = logging.getLogger(__name__)
+
 
 class RowChecksums:
     """The checksum of each row of a region, and the sequence that it belongs to. Any thread may
@@ -95,8 +97,6 @@ def checksum_of(memory: int, at: int, size: int, piece: memoryview) -> bytes | N
         at += len(part)
     return summed.digest()
 
-
-log = logging.getLogger(__name__)
 
 # Seconds for which the index of a living engine's rows is used before it is updated.
 _FRESH_S = 0.02

@@ -27,6 +27,8 @@ from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.fault_route import add_fault_route
 
+log = logging.getLogger(__name__)
+
 
 def make_routes(agent: NodeAgent, membership: Membership | None = None) -> Routes:
     """Build the agent's routes. Clients must have proved the agent's key for all routes but
@@ -88,9 +90,6 @@ class Handlers:
                     param="target",
                 )
         return http.answer(self._agent.update_slots(update))
-
-
-log = logging.getLogger(__name__)
 
 
 async def serve(

@@ -61,6 +61,8 @@ from kvrs.gossip.wire import MemberUpdate, Push, Status, decode, encode
 from kvrs.ids import NodeId
 from kvrs.net.names import first_address
 
+log = logging.getLogger(__name__)
+
 # Most datagrams that are read before other callbacks of the event loop run.
 _DATAGRAMS_PER_TURN = 64
 _SOCKET_BUFFER_BYTES = 1 << 20  # Size of the kernel's receive buffer: about a thousand datagrams.
@@ -189,8 +191,6 @@ class Transport:
         if payload:
             self._receive(sender, payload)
 
-
-log = logging.getLogger(__name__)
 
 _MAX_PORT = 65535
 _FIRST_LOOK_UP_S = 2.0  # Time limit of look-ups at the start; later answers count when they arrive.

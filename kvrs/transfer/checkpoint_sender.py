@@ -32,6 +32,8 @@ from kvrs.transfer.connections import ConnectionPool, PageConnection, Question
 from kvrs.transfer.links import SendingLinks, groups
 from kvrs.transfer.peers import CheckpointClaim, HeldPages, Identity, Peer, StoredPages
 
+log = logging.getLogger(__name__)
+
 
 class PagePusher:
     """Offers and stores checkpoint pages for one instance."""
@@ -142,8 +144,6 @@ def _ranges(batch: Sequence[StoredPages], checksums: Iterator[int]) -> tuple[Sto
         ]
     )
 
-
-log = logging.getLogger(__name__)
 
 # Time for which filled pages are gathered in one message, and so the lag of a checkpoint.
 GATHER_S = 0.05

@@ -46,6 +46,8 @@ from kvrs.transfer.peers import Identity, Peer, PullResult
 from kvrs.transfer.shared_memory import close_all, in_threads, map_file
 from kvrs.transfer.stream import Filling
 
+log = logging.getLogger(__name__)
+
 # Most bytes that are pinned at a time: their copy takes far less than the stall timeout, which ends
 # the pins.
 _BATCH_BYTES = 1 << 28
@@ -282,8 +284,6 @@ def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memor
         check_place(page, page_bytes, len(memory))
     return [memory[offset : offset + page_bytes] for offset, _ in mapped.pages]
 
-
-log = logging.getLogger(__name__)
 
 # Bytes below which a transfer gives no sample of a rate; at most the bytes of a probe, which would
 # otherwise give none.

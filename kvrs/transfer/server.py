@@ -55,6 +55,8 @@ from kvrs.transfer.shared_memory import (
 )
 from kvrs.transfer.stream import Filling, SocketStream, StalledError, page_socket, readable
 
+log = logging.getLogger(__name__)
+
 
 class LentFile:
     """Lends pages of one file over one connection; the file's descriptor is sent with the first
@@ -122,8 +124,6 @@ def _checksum(page: memoryview, part: PagePart | None) -> int:
     cells = part.part.cells // len(runs)
     return part_checksum(b"".join([cell_checksums(run, cells) for run in runs]))
 
-
-log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
 # Most connections that have not ended their hand-shake. A further one closes the oldest of the

@@ -842,8 +842,6 @@ def _wrapped(seed: int) -> int:
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-log = logging.getLogger("kvrs.access")
-
 CLIENT_GONE = 499
 _CODES = {*map(int, HTTPStatus), CLIENT_GONE, OVERLOADED}
 # Matches an id of a request that needs no quotes in a header and in a log.

@@ -25,6 +25,8 @@ from kvrs.ids import InstanceId
 from kvrs.net.names import all_addresses
 from kvrs.proxy.reload import Reloads
 
+log = logging.getLogger(__name__)
+
 _CLUSTER_ENV = "KUBERNETES_SERVICE_HOST"  # Environment variable that Kubernetes sets in each pod.
 _OVER = ("Succeeded", "Failed")
 # Status that conditions of a healthy node have, by their type: those of Kubernetes, of its
@@ -161,8 +163,6 @@ async def _api_client(client: Any) -> Any:
         await client.load_kube_config(path, client_configuration=configuration)
     return client.ApiClient(configuration)
 
-
-log = logging.getLogger(__name__)
 
 LOOK_UP_S = 5.0  # Interval of look-ups in seconds, and the time limit of each.
 

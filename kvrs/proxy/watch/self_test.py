@@ -42,6 +42,8 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import EventReader
 
+log = logging.getLogger(__name__)
+
 # Prefix of the streams' ids; the number behind it is as long as in the id of any other stream.
 NAME = "selftest-"
 TOKENS = 12
@@ -215,8 +217,6 @@ def _likeliest(choice: ReceivedChoice) -> list[Mapping[int, float]]:
         for each in found
     ]
 
-
-log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0  # Time limit of a test: the first request to a vLLM may take half a minute.
 _AT_ONCE = 4

@@ -54,6 +54,8 @@ from kvrs.proxy.wire.events import EventSplitter
 from kvrs.proxy.wire.steady_reads import SteadyReads
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog, reset_timeout
 
+log = logging.getLogger(__name__)
+
 _END_OF_HEAD = b"\r\n\r\n"
 _END_OF_CHUNK = b"\r\n"
 _HEAD_OF_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -846,8 +848,6 @@ class Lines(AsyncIterator[bytes]):
             await self._news
         return self._lines.popleft()
 
-
-log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
 KEPT_S = 10.0  # Time for which an idle connection is kept.
