@@ -18,11 +18,10 @@ from kvrs.process.memory import keep_what_is_there
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.openai.chunks import sse, usage_of
 from kvrs.proxy.api.client_port import ClientPort, RequestObserver
-from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import open_backends
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.process.parts import client_routes
+from kvrs.proxy.process.parts import OtherApis, client_routes
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.upstream import Access, EngineLinks, Lost, Pool, Upstream
@@ -119,7 +118,7 @@ class Proxy:
         api = ClientPort(config.proxy, driver, mirror, metrics, tenants, links.large)
         observer = RequestObserver(metrics.registry, clock, tenants, logs_access=False)
         self.server = HttpServer(
-            client_routes(api, ResponsesApi(api)),
+            client_routes(api, OtherApis(api)),
             observer.answer,
             observer.note_refusal,
             ConnectionLimits(10, 10),

@@ -141,12 +141,15 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    from kvrs.proxy.fleet.discovery import check_pods
-    from kvrs.proxy.process.workers import check_shared_ports
-
     yield from faults_in(partial(trace_settings, environ))
-    yield from faults_in(partial(check_shared_ports, config))
-    yield from faults_in(partial(check_pods, config.cluster.services))
+    if config.proxy.workers > 1:
+        from kvrs.proxy.process.workers import check_shared_ports
+
+        yield from faults_in(partial(check_shared_ports, config))
+    if services := config.cluster.services:
+        from kvrs.proxy.fleet.discovery import check_pods
+
+        yield from faults_in(partial(check_pods, services))
     for key, path, read in private_files(config, environ):
         # Not a fault if only the secret is missing, because `kvrs lab up` makes one.
         if path is not None or key != "security.secret_file" or ENV_NAME in environ:

@@ -37,7 +37,6 @@ def proxy(
 
     from kvrs.cli.feasibility import check_all, faults_of_start
     from kvrs.process.logs import log_to_stderr
-    from kvrs.proxy.process.workers import Supervisor, supervise
     from kvrs.proxy.server import serve
 
     plan = None if worker is None else msgspec.json.decode(worker, type=WorkerPlan)
@@ -65,12 +64,18 @@ def proxy(
     facts = {} if plan is None else {"worker": settings.proxy.id}
     log_to_stderr(**settings.logs.options, **facts)
     secret, *older = secrets_of_proxy(settings, os.environ)
+    supervisor = None
     if settings.proxy.workers > 1:
+        from kvrs.proxy.process.workers import supervise
+
         # Command of a worker: that of this process, to which the worker's plan is added.
         command = (sys.executable, "-m", "kvrs", *sys.argv[1:], "--worker")
         raise typer.Exit(supervise(settings, command))
+    if plan is not None:
+        from kvrs.proxy.process.workers import Supervisor
+
+        supervisor = Supervisor()
     watched = config if settings.proxy.reload_on_change else None
-    supervisor = None if plan is None else Supervisor()
     uvloop.run(serve(settings, secret, older, file, watched, supervisor))
 
 

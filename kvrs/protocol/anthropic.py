@@ -80,9 +80,6 @@ def fault_event(fault: str) -> Event:
     return error_event({"message": fault, "type": "server_error", "code": UNDECODABLE})
 
 
-PATH = "/v1/messages"
-COUNT_PATH = f"{PATH}/count_tokens"
-
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 # Accepted without effect. Whether a model thinks is up to its template (`chat_template_kwargs`).
 _IGNORED = {

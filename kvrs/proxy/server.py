@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrs import __version__
 from kvrs.config.across_sections import gossip_seeds
@@ -18,7 +18,6 @@ from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
 from kvrs.config.settings import HOST_OF_PORT, netloc
 from kvrs.errors import ConfigError
-from kvrs.gossip.membership import Membership
 from kvrs.ids import NodeId
 from kvrs.net.http import inner_server, naming_port
 from kvrs.net.routes import Routes
@@ -26,18 +25,20 @@ from kvrs.net.server import HttpServer
 from kvrs.process.memory import keep_what_is_there, raise_descriptor_limit, return_large_blocks
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin
-from kvrs.proxy.fleet.discovery import check_pods
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.book import Ending, EndStep, Left, awaited
 from kvrs.proxy.mirror.replication import Mirror, make_routes
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build, client_routes
-from kvrs.proxy.process.workers import Supervisor
 from kvrs.proxy.reload import ReloadResult, Reloads
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.wire.watchdog import lateness
+
+if TYPE_CHECKING:
+    from kvrs.gossip.membership import Membership
+    from kvrs.proxy.process.workers import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Proxy:
         secret: bytes,
         older: Sequence[bytes] = (),
         read: Callable[[], Config] | None = None,
-        supervisor: Supervisor | None = None,
+        supervisor: "Supervisor | None" = None,
     ) -> None:
         """`older`: further secrets that are accepted. `read` reads the configuration file again;
         None: no file. `supervisor`: the process that started this worker; None: the proxy has one
@@ -97,7 +98,10 @@ class Proxy:
                 or an unknown profile, or the model's tokenizer cannot be read.
         """
         _check_addresses(self._config)
-        check_pods(self._config.cluster.services)
+        if services := self._config.cluster.services:
+            from kvrs.proxy.fleet.discovery import check_pods
+
+            check_pods(services)
         self._capacity = capacity_of(self._config)
         try:
             self._tls = TlsOfPorts.load(self._config)
@@ -157,7 +161,7 @@ class Proxy:
     async def _listen_to_clients(self) -> None:
         observer = self.parts.observer
         server = HttpServer(
-            client_routes(self.parts.api, self.parts.responses),
+            client_routes(self.parts.api, self.parts.other_apis),
             observer.answer,
             observer.note_refusal,
             self._capacity.clients,
@@ -182,6 +186,8 @@ class Proxy:
         return admin
 
     async def _join(self, gossip_view: GossipView) -> None:
+        from kvrs.gossip.membership import Membership
+
         config = self._config
         host, port = config.proxy.gossip_host, config.proxy.gossip_port
         me, interval_s = NodeId(config.proxy.id), config.gossip.probe_interval_s
@@ -266,7 +272,7 @@ class Proxy:
         for port in self._ports:
             await port.close()
         if parts is not None:
-            await parts.responses.close()
+            await parts.other_apis.close()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -382,7 +388,7 @@ async def serve(
     older: Sequence[bytes] = (),
     read: Callable[[], Config] | None = None,
     watched: Path | None = None,
-    supervisor: Supervisor | None = None,
+    supervisor: "Supervisor | None" = None,
 ) -> None:
     """Run a proxy until SIGINT or SIGTERM; a repeated signal hastens the end. SIGHUP, or a change
     of the `watched` file, makes it `read` its configuration again. A worker also ends with its

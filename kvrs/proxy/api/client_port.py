@@ -30,7 +30,6 @@ from kvrs.net.http_request import NO_HEADERS
 from kvrs.net.routes import JSON, UNKNOWN_ROUTE, WRITTEN, Handler, Request, Response, retry_after
 from kvrs.process.large_work import LARGE_BYTES, LargeWork
 from kvrs.process.row_log import RowLog
-from kvrs.protocol.anthropic import OVERLOADED, PATH, error_of
 from kvrs.protocol.mirror import BYTES_PER_ID
 from kvrs.protocol.openai.chunks import CHUNK, DONE, TOO_LONG, ReceivedChoice, error_body, sse
 from kvrs.protocol.openai.decoding import MAX_ELEMENTS, bytes_within, elements_within
@@ -94,7 +93,9 @@ if TYPE_CHECKING:
     from kvrs.proxy.streams.spans import RequestTracer
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("kvrs.access")
 
+MESSAGES = "/v1/messages"  # Path of Anthropic's API, whose errors have another form.
 _NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -127,14 +128,15 @@ def error_response(error: RequestError) -> Response:
 def bug_response() -> Response:
     """Make the response to a request that ended by the exception being handled."""
     log.exception("request ended by a bug")
-    return json_response(
-        error_body("the proxy failed; its log says more", kind="server_error"), 500
-    )
+    body = error_body("the proxy failed; its log says more", kind="server_error")
+    return json_response(body, 500)
 
 
 def in_the_form_of(request: Request, response: Response) -> Response:
     """Return an error in the form of the API that the request is for."""
-    if response.status >= 400 and response.body and request.path.startswith(PATH):
+    if response.status >= 400 and response.body and request.path.startswith(MESSAGES):
+        from kvrs.protocol.anthropic import error_of
+
         status, body = error_of(response.body, response.status, request.id)
         return Response(status, body, response.headers)
     return response
@@ -843,7 +845,7 @@ def _wrapped(seed: int) -> int:
 
 
 CLIENT_GONE = 499
-_CODES = {*map(int, HTTPStatus), CLIENT_GONE, OVERLOADED}
+_CODES = {*map(int, HTTPStatus), CLIENT_GONE, 529}  # Anthropic: overloaded.
 # Matches an id of a request that needs no quotes in a header and in a log.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
 # Matches a `traceparent` of W3C Trace Context, level 1: version, trace and span, both other than 0,
@@ -887,7 +889,7 @@ class RequestObserver:
         self._series: dict[tuple[str, int], Tally] = {}
         self._clock = clock
         self._tenants = tenants
-        self._access = RowLog(log, "request", time.time) if logs_access else None
+        self._access = RowLog(access_log, "request", time.time) if logs_access else None
         self._tracer = tracer
         self._picker = picker
 

@@ -8,10 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrs.errors import UndecodableError
-from kvrs.net.routes import Request, Response, Routes
+from kvrs.net.routes import Request, Response
 from kvrs.protocol.anthropic import (
-    COUNT_PATH,
-    PATH,
     MessageTranslator,
     chat_of,
     count_of,
@@ -110,15 +108,11 @@ class MessagesApi:
         self._passed = passed
         self._engine = port.driver.engine
 
-    def add_to(self, routes: Routes) -> None:
-        routes.add("POST", PATH, self._create)
-        routes.add("POST", COUNT_PATH, self._count)
-
-    async def _create(self, request: Request) -> Response:
+    async def create(self, request: Request) -> Response:
         response = await self._port.serve(self._read, request, MessageClient)
         return _translated(response, message_of)
 
-    async def _count(self, request: Request) -> Response:
+    async def count(self, request: Request) -> Response:
         if self._engine == VLLM:
             response = await self._passed.serve(TOKENIZE, request, prompt_of)
         else:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrs.errors import RequestError, UndecodableError
-from kvrs.net.routes import WRITTEN, Request, Response, Routes
+from kvrs.net.routes import WRITTEN, Request, Response
 from kvrs.protocol.mirror import BYTES_PER_ID
 from kvrs.protocol.openai.chunks import NO_FACTS, UNDECODABLE, error_body
 from kvrs.protocol.openai.chunks import sse as framed
@@ -175,18 +175,12 @@ class ResponsesApi:
         self._running: dict[str, RunningResponse] = {}
         self._tasks: set[asyncio.Task[Outcome]] = set()
 
-    def add_to(self, routes: Routes) -> None:
-        routes.add("POST", PATH, self._create)
-        routes.add("GET", f"{PATH}/{{id}}", self._retrieve)
-        routes.add("DELETE", f"{PATH}/{{id}}", self._delete)
-        routes.add("POST", f"{PATH}/{{id}}/cancel", self._cancel)
-
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _create(self, request: Request) -> Response:
+    async def create(self, request: Request) -> Response:
         if KEY in request.headers:
             raise RequestError(f"{KEY} is not supported at {PATH}: the id is the key", param=KEY)
         running = await self._start(request, partial(self._new, request))
@@ -206,7 +200,7 @@ class ResponsesApi:
             return refusal(outcome)
         return self._answer(running.keyed.record, running.head())
 
-    async def _retrieve(self, request: Request) -> Response:
+    async def retrieve(self, request: Request) -> Response:
         streams, after = _position(request)
         keys = self._keys(request)
         running = self._running_of(keys)
@@ -238,7 +232,7 @@ class ResponsesApi:
             await asyncio.sleep(CLAIM_S)
         return await self._start(request, partial(self._again, request, record))
 
-    async def _cancel(self, request: Request) -> Response:
+    async def cancel(self, request: Request) -> Response:
         keys = self._keys(request)
         found = await self._found(request, keys)
         asked = _asked(Stored.decode(found.record.header.request))
@@ -251,7 +245,7 @@ class ResponsesApi:
         await asyncio.shield(running.task)
         return self._answer(running.keyed.record)
 
-    async def _delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> Response:
         keys = self._keys(request)
         await self._found(request, keys)
         await drop_record(self._port.mirror, keys)

@@ -3,8 +3,9 @@
 import os
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,18 +13,15 @@ from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
 from kvrs.core.configured import Configured
-from kvrs.core.event_log import header_line
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import address_of, agent_keys
 from kvrs.net.routes import Routes
 from kvrs.protocol.secrets import Scope, scoped_key
-from kvrs.proxy.api.client_port import ClientPort, RequestObserver, open_tracer
+from kvrs.proxy.api.client_port import MESSAGES, ClientPort, RequestObserver, open_tracer
 from kvrs.proxy.api.health import add_health, add_models
-from kvrs.proxy.api.messages import MessagesApi
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.picked import EndpointPicker
-from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.model_files import ModelFiles
@@ -32,7 +30,6 @@ from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.event_log import EVENT_LOG_BYTES, EventLog
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
@@ -41,6 +38,11 @@ from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.wire.peer import AgentBackend
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.upstream import Access, EngineLinks
+
+if TYPE_CHECKING:
+    from kvrs.proxy.api.messages import MessagesApi
+    from kvrs.proxy.api.responses import ResponsesApi
+    from kvrs.proxy.streams.event_log import EventLog
 
 
 class ProxyLinks:
@@ -86,12 +88,12 @@ class Parts(msgspec.Struct, frozen=True):
 
     metrics: Metrics
     observer: RequestObserver
-    event_log: EventLog | None
+    event_log: "EventLog | None"
     driver: Driver
     mirror: Mirror
     tenants: Tenants
     api: ClientPort
-    responses: ResponsesApi
+    other_apis: "OtherApis"
     gossip_view: GossipView
     fleet: Fleet
     services: ServiceNames
@@ -151,22 +153,54 @@ def build(
         mirror,
         tenants,
         api,
-        ResponsesApi(api),
+        OtherApis(api),
         gossip_view,
         fleet,
         ServiceNames(reloads, driver.control.drains, clock),
     )
 
 
-def client_routes(port: ClientPort, responses: ResponsesApi) -> Routes:
+class OtherApis:
+    """The Responses and Messages APIs; the first request of each imports its modules."""
+
+    def __init__(self, port: ClientPort) -> None:
+        self._port = port
+        self.passed = Passed(port)
+
+    @cached_property
+    def responses(self) -> "ResponsesApi":
+        from kvrs.proxy.api.responses import ResponsesApi
+
+        return ResponsesApi(self._port)
+
+    @cached_property
+    def messages(self) -> "MessagesApi":
+        from kvrs.proxy.api.messages import MessagesApi
+
+        return MessagesApi(self._port, self.passed)
+
+    def add_to(self, routes: Routes) -> None:
+        routes.add("POST", "/v1/responses", lambda request: self.responses.create(request))
+        one = "/v1/responses/{id}"
+        routes.add("GET", one, lambda request: self.responses.retrieve(request))
+        routes.add("DELETE", one, lambda request: self.responses.delete(request))
+        routes.add("POST", f"{one}/cancel", lambda request: self.responses.cancel(request))
+        routes.add("POST", MESSAGES, lambda request: self.messages.create(request))
+        routes.add("POST", f"{MESSAGES}/count_tokens", lambda request: self.messages.count(request))
+
+    async def close(self) -> None:
+        if "responses" in vars(self):
+            await self.responses.close()
+
+
+def client_routes(port: ClientPort, others: OtherApis) -> Routes:
     """Make the routes of the clients' port: the APIs of OpenAI and Anthropic, models, health."""
-    routes, passed = Routes(), Passed(port)
+    routes = Routes()
     for endpoint in (COMPLETIONS, CHAT):
         read_body = partial(read, endpoint, backend=port.driver.engine)
         routes.add("POST", endpoint.path, partial(port.serve, read_body))
-    responses.add_to(routes)
-    MessagesApi(port, passed).add_to(routes)
-    passed.add_to(routes)
+    others.add_to(routes)
+    others.passed.add_to(routes)
     add_models(routes, port.control.instances)
     add_health(routes, port)
     return routes
@@ -178,10 +212,12 @@ def metrics_of(config: Config) -> Metrics:
     return Metrics(instances, agents)
 
 
-def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:
+def new_event_log(config: Config, reloads: Reloads) -> "EventLog | None":
     settings = config.proxy
     if settings.event_log is None:
         return None
+    from kvrs.core.event_log import header_line
+    from kvrs.proxy.streams.event_log import EVENT_LOG_BYTES, EventLog
 
     def header(part: int) -> str:
         used = reloads.config

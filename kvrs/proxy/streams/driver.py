@@ -42,7 +42,6 @@ from kvrs.proxy.backends.rendering import tokenize_call, tokenized_ids
 from kvrs.proxy.fleet.leases import LeaseSender, SlotDeniedError, SlotSender
 from kvrs.proxy.streams.abandoned import DetachedPairs, GivenUpHandOffs
 from kvrs.proxy.streams.continuation import Continuation, EngineText, is_answer_plain
-from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.open_stream import (
     Client,
@@ -81,6 +80,7 @@ from kvrs.proxy.wire.requests import CURRENT
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 if TYPE_CHECKING:
+    from kvrs.proxy.streams.event_log import EventLog
     from kvrs.proxy.streams.spans import CallSpan, RequestTrace
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Driver:
         metrics: Metrics,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        event_log: EventLog | None = None,
+        event_log: "EventLog | None" = None,
         files: ModelFiles | None = None,
     ) -> None:
         self._files = files or ModelFiles(config.cluster.model)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from kvrs.core.control import Control
 from kvrs.errors import GossipError
@@ -23,11 +23,13 @@ from kvrs.gossip.facts import (
     RecordChanged,
     Superseded,
 )
-from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import GpuHealth
 from kvrs.transfer.meter import Measurement
+
+if TYPE_CHECKING:
+    from kvrs.gossip.membership import Membership
 
 log = logging.getLogger(__name__)
 
