@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvrs.process.memory import descriptors_left
 from kvrs.protocol.secrets import Scope
@@ -49,24 +49,31 @@ class ByteBudget:
         self.total_bytes = total_bytes
 
 
+class Writer(Protocol):
+    """A response that is written to its connection as it is made."""
+
+    def room_changed(self, has_room: bool) -> None:
+        """Note that unsent bytes fill the connection's buffer, or that it has room again."""
+
+
 class PortConnection(asyncio.Protocol, ABC):
     """A connection of a port: what the port's limits and the handlers of its requests use.
 
     `scope` is the scope whose key the client has proved; None: the client is a stranger.
-    `room_changed` is called with False once unsent bytes fill the buffer, and with True once it has
-    room. `watches` are the tasks of the port's watch streams.
+    `writer` is the response that is being written; None: none, or in one piece. `watches` are the
+    tasks of the port's watch streams.
     """
 
-    __slots__ = ("address", "idle_since_s", "room_changed", "scope", "transport", "watches")
+    __slots__ = ("address", "idle_since_s", "scope", "transport", "watches", "writer")
 
     def __init__(self, watches: set[asyncio.Task[Any]]) -> None:
         self.address = ""
         # Time since which no request is being served; None: one is.
         self.idle_since_s: float | None = None
-        self.room_changed: Callable[[bool], None] | None = None
         self.scope: Scope | None = None
         self.transport: asyncio.Transport | None = None
         self.watches = watches
+        self.writer: Writer | None = None
 
     @abstractmethod
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:

@@ -207,7 +207,7 @@ class PieceWriter:
         self.transport = transport
         self._room = asyncio.Event()
         self._room.set()
-        request.connection.room_changed = self._room_changed
+        request.connection.writer = self
         request.is_begun, self._is_chunked = True, bool(request.minor_version)
         request.keep_alive = request.keep_alive and self._is_chunked
         fields = {"Content-Type": content_type}
@@ -231,7 +231,7 @@ class PieceWriter:
             self.transport.write(b"0\r\n\r\n")
         return WRITTEN
 
-    def _room_changed(self, has_room: bool) -> None:
+    def room_changed(self, has_room: bool) -> None:
         (self._room.set if has_room else self._room.clear)()
 
 

@@ -444,7 +444,7 @@ class HttpConnection(PortConnection):
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.forget(self)
         self._line.pop(self, None)
-        self.transport = self.room_changed = self._request = self._body = self._end = None
+        self.transport = self.writer = self._request = self._body = self._end = None
         self._behind, self._rest, self._is_sending = b"", memoryview(b""), False
         self._count_unsent(0)
         if self._work is not None:
@@ -458,8 +458,8 @@ class HttpConnection(PortConnection):
         whole_bytes = len(cast(bytes, self._rest.obj)) if self._rest else 0
         self._count_unsent(whole_bytes or transport.get_write_buffer_size())
         self.server.unsent.add(self)
-        if self.room_changed is not None:
-            self.room_changed(False)
+        if self.writer is not None:
+            self.writer.room_changed(False)
 
     def resume_writing(self) -> None:
         self._is_full, self._unsent_bytes = False, 0
@@ -467,8 +467,8 @@ class HttpConnection(PortConnection):
         if self._is_full:
             return
         self._count_unsent(0)
-        if self.room_changed is not None:
-            self.room_changed(True)
+        if self.writer is not None:
+            self.writer.room_changed(True)
         elif self._is_sending:
             self._go_on_behind()
 
@@ -568,7 +568,7 @@ class HttpConnection(PortConnection):
                 log.error("request ended by a bug", exc_info=error)
             self.abort()  # Written bytes cannot be replaced by an error.
             return
-        request, self._request, self.room_changed = self._request, None, None
+        request, self._request, self.writer = self._request, None, None
         body, self._body = self._body, None
         response, server, transport = task.result, self.server, self.transport
         if request is None or transport is None:

@@ -187,7 +187,7 @@ class SseClient:
         self._is_chunked = bool(request.minor_version)
         request.keep_alive = request.keep_alive and self._is_chunked
         transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
-        connection.room_changed = self._room_changed
+        connection.writer = self
         lines = ""
         heads = [self.head()] if request.head is None else [self.head(), request.head()]
         for name, value in (line for head in heads for line in head.items()):
@@ -202,7 +202,7 @@ class SseClient:
         request.is_begun = True  # No error response is possible from now on.
         return transport
 
-    def _room_changed(self, has_room: bool) -> None:
+    def room_changed(self, has_room: bool) -> None:
         self.blocked = not has_room
         if has_room:
             waiting, self._waiting = self._waiting, ()

@@ -222,7 +222,7 @@ async def test_a_long_log_continues_in_other_files(
 ) -> None:
     """Old parts are numbered and compressed; all together can be run again."""
     monkeypatch.setattr(event_log, "_WRITE_INTERVAL_S", 0.01)
-    monkeypatch.setattr("kvrs.proxy.process.parts.EVENT_LOG_BYTES", 65536)
+    monkeypatch.setattr("kvrs.proxy.streams.event_log.EVENT_LOG_BYTES", 65536)
     path = tmp_path / "events"
     system = await build(pairs=1, proxy={"event_log": str(path)})
 
