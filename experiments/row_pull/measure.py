@@ -31,9 +31,9 @@ from experiments.record import Record
 from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
+from kvrs.protocol.frames import GMAC_BYTES, Gmac
 from kvrs.protocol.pages import TAG_BYTES, Tag
 from kvrs.protocol.rows import Space
-from kvrs.protocol.session import GMAC_BYTES, Gmac
 from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest

@@ -20,7 +20,7 @@ from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.document import KeyPath, comment, commented_yaml, flow, shown_path
 from kvrs.config.file import Config, checked, leaves, load_config, load_source, unread
-from kvrs.config.tenants import check_name, key_hash
+from kvrs.config.security import check_name, key_hash
 from kvrs.errors import ConfigError
 
 File = Annotated[Path, typer.Argument(help="YAML file")]

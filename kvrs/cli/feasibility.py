@@ -20,8 +20,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.distserve import check_home
 from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import ENV_NAME, Config, Source, read_admin_tokens, read_secrets
-from kvrs.config.security import TlsSettings
-from kvrs.config.tenants import read_tenants
+from kvrs.config.security import TlsSettings, read_tenants
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.proxy.backends.model_config import geometry_of, read_config

@@ -5,8 +5,8 @@ admin port's token, or the cluster's secret.
 from collections.abc import Callable, Iterator, Mapping
 
 from kvrs.config.file import ADMIN_ENV_NAME, ENV_NAME, Config, read_admin_tokens, read_secrets
+from kvrs.config.security import KEYS_ENV_NAME, has_keys
 from kvrs.config.settings import is_loopback
-from kvrs.config.tenants import KEYS_ENV_NAME, has_keys
 from kvrs.errors import ConfigError
 
 

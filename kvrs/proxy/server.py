@@ -28,12 +28,11 @@ from kvrs.proxy.api.admin import Admin
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.book import Ending, EndStep, Left, awaited
 from kvrs.proxy.mirror.replication import Mirror, make_routes
-from kvrs.proxy.process.parts import Parts, ProxyLinks, build, client_routes
+from kvrs.proxy.process.parts import Parts, ProxyLinks, TlsOfPorts, build, client_routes
 from kvrs.proxy.reload import ReloadResult, Reloads
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
 from kvrs.proxy.wire.capacity import capacity_of
-from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.wire.watchdog import lateness
 
 if TYPE_CHECKING:

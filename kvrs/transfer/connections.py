@@ -20,7 +20,7 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.net.names import first_address
 from kvrs.protocol import frames
-from kvrs.protocol.frames import AnswerHeader, FrameType
+from kvrs.protocol.frames import AnswerHeader, FrameType, Session
 from kvrs.protocol.secrets import (
     NONCE_BYTES,
     ClientProof,
@@ -30,7 +30,6 @@ from kvrs.protocol.secrets import (
     ServerProof,
     scoped_key,
 )
-from kvrs.protocol.session import Session
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.shared_memory import connect_in, foreign_user
 from kvrs.transfer.stream import SocketStream, StalledError, page_socket

@@ -26,7 +26,13 @@ from kvrs.config.sections import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType, checksum_of
+from kvrs.protocol.frames import (
+    ANSWER_BYTES,
+    SEALED_ANSWER_BYTES,
+    AnswerHeader,
+    FrameType,
+    checksum_of,
+)
 from kvrs.protocol.instance import MEMORY, LinkReport
 from kvrs.protocol.pages import (
     MappedPages,
@@ -39,7 +45,6 @@ from kvrs.protocol.pages import (
     check_place,
     decode_mapped,
 )
-from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, LocalConnectionPool, PageConnection
 from kvrs.transfer.meter import PROBE_BYTES, LinkMeter, Measurement
 from kvrs.transfer.peers import Identity, Peer, PullResult

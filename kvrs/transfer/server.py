@@ -24,9 +24,11 @@ from kvrs.config.sections import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.frames import (
+    SESSION_MAC_BYTES,
     AnswerHeader,
     Bytes,
     FrameType,
+    Session,
     cell_checksums,
     checksum_of,
     part_checksum,
@@ -40,7 +42,6 @@ from kvrs.protocol.pages import (
     StoredRange,
     TrafficClass,
 )
-from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.connections import admit
 from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups

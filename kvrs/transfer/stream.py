@@ -21,13 +21,15 @@ from kvrs.errors import TransferError
 from kvrs.protocol.frames import (
     ANSWER_BYTES,
     HEADER_BYTES,
+    SEALED_ANSWER_BYTES,
+    SESSION_MAC_BYTES,
     AnswerHeader,
     Bytes,
     FrameType,
+    Session,
     decode_answer,
     decode_header,
 )
-from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Session
 from kvrs.transfer.shared_memory import close_all, receive, rights
 
 # Fields of Linux' struct tcp_info: milliseconds since the last data arrived, and number of bytes

@@ -4,8 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.config.security import SecuritySettings
-from kvrs.config.tenants import key_hash, read_tenants
+from kvrs.config.security import SecuritySettings, key_hash, read_tenants
 from kvrs.errors import ConfigError
 
 HASH = "ab" * 32

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.config.tenants import TenantSettings
+from kvrs.config.security import TenantSettings
 from kvrs.core.books.tenants import GuessLimit, StreamShare, TenantMeter
 from kvrs_testkit.examples import examples
 

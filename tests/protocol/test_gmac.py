@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from kvrs.errors import DamagedPageError
 from kvrs.protocol import rows
-from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
+from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType, Gmac, Session
 from kvrs.protocol.rows import Space
-from kvrs.protocol.session import Gmac, Session
 from kvrs.transfer.rows.tags import SALT_BYTES, RowTagger, RowTags
 
 SPACE = Space(bytes(32), 100)

@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvrs.config.tenants import key_hash
+from kvrs.config.security import key_hash
 from kvrs_testkit.proxy_process import config_of, process_of
 from kvrs_testkit.scripted import Fault
 from tests.proxy.conftest import ProxyClusterBuilder

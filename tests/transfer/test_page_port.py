@@ -22,10 +22,9 @@ from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import AnswerHeader, FrameType
+from kvrs.protocol.frames import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, AnswerHeader, FrameType
 from kvrs.protocol.pages import TAG_BYTES, Identity, PullFrame, PullRequest, Tag
 from kvrs.protocol.secrets import END, NONCE_BYTES, ScopedKey, ServerProof
-from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.transfer.connections import admit, introduce, key_of
 from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks

@@ -14,9 +14,8 @@ from kvrs.config.sections import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import AnswerHeader, FrameType
+from kvrs.protocol.frames import SESSION_MAC_BYTES, AnswerHeader, FrameType
 from kvrs.protocol.pages import StoredRange, StoreFrame
-from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.checkpoint_sender import PagePusher
 from kvrs.transfer.connections import admit, introduce
 from kvrs.transfer.limiter import SendingFaults

@@ -20,10 +20,9 @@ import pytest
 
 from kvrs.config.sections import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.frames import HEADER_BYTES, encode_pull
+from kvrs.protocol.frames import HEADER_BYTES, SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, encode_pull
 from kvrs.protocol.pages import TAG_BYTES, PullFrame, Tag, TrafficClass
 from kvrs.protocol.secrets import END
-from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.transfer import connections
 from kvrs.transfer.limiter import SendingFaults
 from kvrs.transfer.links import SendingLinks

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import Self
 
-from kvrs.config.tenants import TenantSettings
+from kvrs.config.security import TenantSettings
 
 RETRY_S = 1.0  # `Retry-After` for a tenant at its limit.
 # Token bucket of failed keys per address: a burst of ten, then one per second.

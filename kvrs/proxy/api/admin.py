@@ -23,8 +23,7 @@ from kvrs.net.http import HEALTHZ, answer, require_token
 from kvrs.net.routes import Request, Response, Routes
 from kvrs.process.large_work import LargeWork
 from kvrs.protocol.mirror import DrainOrder
-from kvrs.proxy.api.overview import INTERVAL_S, Counts, History, overview
-from kvrs.proxy.api.rows import StateSeries
+from kvrs.proxy.api.rows import INTERVAL_S, Counts, History, StateSeries, overview
 from kvrs.proxy.api.state import describe, describe_open, describe_processes
 from kvrs.proxy.fleet.orders import (
     RankOrder,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.config.file import Config
-from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
+from kvrs.config.security import TenantSettings, key_hash, read_tenants
 from kvrs.core.books.tenants import GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
 from kvrs.net.routes import Request, retry_after

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.net.proving import address_of, agent_keys
 from kvrs.net.routes import Routes
+from kvrs.net.tls import Certificates, load_certificates
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proxy.api.client_port import MESSAGES, ClientPort, RequestObserver, open_tracer
 from kvrs.proxy.api.health import add_health, add_models
@@ -34,7 +35,6 @@ from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.capacity import Capacity
-from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.wire.peer import AgentBackend
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.upstream import Access, EngineLinks
@@ -43,6 +43,56 @@ if TYPE_CHECKING:
     from kvrs.proxy.api.messages import MessagesApi
     from kvrs.proxy.api.responses import ResponsesApi
     from kvrs.proxy.streams.event_log import EventLog
+
+
+class TlsOfPorts(msgspec.Struct, frozen=True):
+    """Certificates by the configuration key of the port; None: plain HTTP."""
+
+    port: Certificates | None = None
+    admin_port: Certificates | None = None
+    peer_port: Certificates | None = None
+
+    @classmethod
+    def load(cls, config: Config) -> "TlsOfPorts":
+        """Load the certificates of all ports. Raises ConfigError: a file cannot be used."""
+        return cls(
+            load_certificates("proxy.tls", config.proxy.tls),
+            load_certificates("proxy.admin_tls", config.proxy.admin_tls),
+            load_certificates("security.tls", config.security.tls),
+        )
+
+    @property
+    def inner(self) -> Certificates | None:
+        """Certificates of connections to instances, agents and other proxies."""
+        return self.peer_port
+
+    @property
+    def all(self) -> Iterator[Certificates]:
+        return (each for each in (self.port, self.admin_port, self.peer_port) if each is not None)
+
+    def prepare(self, _: Config) -> Callable[[], None] | None:
+        """Load changed files, and return a function that puts them in use. None: no file has
+        changed.
+
+        Raises:
+            ConfigError: with the faults of all files; nothing changes.
+        """
+        faults: list[str] = []
+        changes: list[Callable[[], None]] = []
+        for certificates in self.all:
+            try:
+                if (apply := certificates.prepare()) is not None:
+                    changes.append(apply)
+            except ConfigError as error:
+                faults += error.faults
+        if faults:
+            raise ConfigError(faults)
+
+        def apply_all() -> None:
+            for apply in changes:
+                apply()
+
+        return apply_all if changes else None
 
 
 class ProxyLinks:

@@ -12,9 +12,9 @@ import itertools
 import struct
 from collections.abc import Sequence
 
+from kvrs.protocol.frames import GMAC_BYTES, Gmac
 from kvrs.protocol.rows import TAG_BYTES, Space, encode_space
 from kvrs.protocol.secrets import derive
-from kvrs.protocol.session import GMAC_BYTES, Gmac
 
 SALT_BYTES = 16
 _TAG = struct.Struct(f"!{SALT_BYTES}sQ{GMAC_BYTES}s")

@@ -24,8 +24,8 @@ from torch import Tensor
 from kvrs.config.cluster import EngineSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.frames import SESSION_MAC_BYTES
 from kvrs.protocol.pages import TAG_BYTES, Cell, Tag, TrafficClass
-from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.links import Sender, SendingLink
 from kvrs.transfer.stream import SocketStream, StalledError
 from kvrs_engine.elastic.layouts import Layout

@@ -22,8 +22,8 @@ from kvrs.config.file import Config
 from kvrs.config.sections import TransferSettings
 from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.frames import SESSION_MAC_BYTES, Session
 from kvrs.protocol.pages import Part
-from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream
 from kvrs_engine.engine.layers.proofs import same_bytes

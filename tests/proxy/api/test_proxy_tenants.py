@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-from kvrs.config.tenants import key_hash
+from kvrs.config.security import key_hash
 from kvrs.errors import ConfigError
 from kvrs.proxy.api.tenants import Tenants
 from kvrs_testkit.proxy_cluster import ProxyCluster

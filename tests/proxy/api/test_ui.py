@@ -15,7 +15,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.ids import InstanceId, StreamId
-from kvrs.proxy.api.overview import ATTEMPTS, LINKS, STREAMS, Counts, History, overview
+from kvrs.proxy.api.rows import ATTEMPTS, LINKS, STREAMS, Counts, History, overview
 from tests.browser import BROWSER, browsing
 from tests.proxy.api.test_state_rows import a_row, down
 from tests.proxy.conftest import ProxyClusterBuilder

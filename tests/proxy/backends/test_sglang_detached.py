@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.config.tenants import key_hash
+from kvrs.config.security import key_hash
 from kvrs.core.model.member import TRANSFER_S
 from kvrs.proxy.backends.bodies import Detached
 from kvrs.proxy.streams import abandoned

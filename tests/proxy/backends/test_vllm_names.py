@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.config.tenants import key_hash
+from kvrs.config.security import key_hash
 from kvrs.protocol.pages import salt_of
 from kvrs_testkit.scripted import Fault
 from kvrs_testkit.scripted_model import expected_ids

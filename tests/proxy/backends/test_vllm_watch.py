@@ -10,8 +10,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.backends.stock_peer import IdleConnection
-from kvrs.proxy.backends.vllm import VllmBackend
-from kvrs.proxy.backends.vllm_server import VllmServer
+from kvrs.proxy.backends.vllm import VllmBackend, VllmServer
 from kvrs.proxy.watch.fleet import Watcher
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.upstream import Access, EngineLinks, Pool

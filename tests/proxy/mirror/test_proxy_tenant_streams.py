@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.config.tenants import key_hash
+from kvrs.config.security import key_hash
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, Reader, open_proxy_group
 
 pytestmark = pytest.mark.network
