@@ -26,7 +26,7 @@ from kvrs.protocol.rows import RegionInfo, params_key
 from kvrs.proxy.backends.model_files import ModelFiles
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.ledger import RowLedger
-from kvrs.vllm.node import KnownAgents
+from kvrs.vllm.agents import KnownAgents
 from kvrs_testkit.row_engine import KEY_BYTES, row_of
 from kvrs_testkit.scripted_vllm import PAGE, ScriptedVllm, VllmScript
 

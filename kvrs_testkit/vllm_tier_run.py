@@ -28,7 +28,7 @@ from kvrs.engines import proof
 from kvrs.protocol.rows import PARAMS_FIELD, seal
 from kvrs.transfer.rows.client import RowClient
 from kvrs.vllm import adapters, ledger, node, tier
-from kvrs.vllm.node import KnownAgents
+from kvrs.vllm.agents import KnownAgents
 
 ROW_BYTES = 4096
 STEPS = 400

@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvrs.protocol.rows import PARAMS_FIELD, RegionInfo, seal
 from kvrs.vllm import adapters, ledger, node
-from kvrs.vllm.node import KnownAgents
+from kvrs.vllm.agents import KnownAgents
 from kvrs.vllm.tier import KvrsTier
 from kvrs_testkit.row_agent import RowAgent
 from kvrs_testkit.row_engine import RowEngine

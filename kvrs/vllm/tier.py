@@ -35,7 +35,7 @@ from kvrs.protocol.rows import PARAMS_FIELD
 from kvrs.transfer.rows.client import RegionLink, RowClient
 from kvrs.vllm import adapters, ledger, node
 from kvrs.vllm.adapters import BASE, LoraAdapter
-from kvrs.vllm.node import KnownAgents
+from kvrs.vllm.agents import KnownAgents
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from kvrs.protocol.rows import Space, seal
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.rows.client import RowClient
 from kvrs.transfer.rows.tags import RowTags
-from kvrs.vllm.node import KnownAgents
+from kvrs.vllm.agents import KnownAgents
 
 SECRET, KEY = bytes(32), b"k" * 32
 
