@@ -11,12 +11,10 @@ from typing import Annotated
 import typer
 
 import kvrs
-from kvrs.cli import configuring, extras, running
+from kvrs.cli import asking, configuring, extras, running
 from kvrs.cli.common import console
-from kvrs.cli.doctor import doctor
 from kvrs.cli.extras import Commands
 from kvrs.cli.pages import docs, examples
-from kvrs.cli.top import top
 from kvrs.config.sections import LogLevel
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.process.logs import LEVEL_ENV_NAME, LEVELS
@@ -35,12 +33,12 @@ config_app = typer.Typer(no_args_is_help=True, help="Work with configuration fil
 for command in (
     running.proxy,
     running.agent,
-    running.accept,
+    asking.accept,
     configuring.incidents,
     configuring.key,
     extras.profile,
-    top,
-    doctor,
+    asking.top,
+    asking.doctor,
 ):
     app.command(epilog=examples(command.__name__))(command)
 app.command(epilog=examples("docs"), context_settings={"allow_extra_args": True})(docs)

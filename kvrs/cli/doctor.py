@@ -16,18 +16,28 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.text import Text
 
 import kvrs
-import kvrs.cli.options as opt
 from kvrs.cli.common import faults_in
 from kvrs.cli.feasibility import faults_of, private_files, remarks_on, tls_sections
-from kvrs.cli.findings import Finding, Level, ProxyAnswer, bad, doubtful, good, has_failed, of_fault
+from kvrs.cli.findings import (
+    Finding,
+    Level,
+    ProxyAnswer,
+    ask,
+    bad,
+    cluster_findings,
+    doubtful,
+    exactness_findings,
+    good,
+    has_failed,
+    model_findings,
+    of_fault,
+)
 from kvrs.config.exposure import has_peers_or_agents, needs_secret
 from kvrs.config.file import ENV_NAME, Config, load_config
 from kvrs.config.origin import CommandLine
@@ -201,25 +211,9 @@ FAILED = 1  # Exit status if a check has found a fault.
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
-CheckedFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", help="YAML file; without it, the command line of the proxy, or the defaults"
-    ),
-]
-AdminUrl = Annotated[
-    str | None, typer.Option(help="The proxy's admin port; default: that of the settings")
-]
 
-
-def doctor(
-    config: CheckedFile = None,
-    admin_url: AdminUrl = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Check this machine, and the cluster if its proxy answers; print each problem and its fix."""
-    from kvrs.cli.findings import ask, cluster_findings, exactness_findings, model_findings
-
+def run_doctor(config: Path | None, admin_url: str | None, *, as_json: bool) -> int:
+    """Run all checks and print their findings; return the exit status."""
     # Log lines of the modules that are checked would only repeat the findings.
     for package in ("kvrs", "kvrs_engine"):
         logging.getLogger(package).addHandler(logging.NullHandler())
@@ -246,7 +240,7 @@ def doctor(
             for each in found:
                 console.print(_line(each))
         console.print(_verdict(everything, is_checked=answer.state is not None))
-    raise typer.Exit(FAILED if has_failed(everything) else 0)
+    return FAILED if has_failed(everything) else 0
 
 
 def _command_line(answer: "ProxyAnswer") -> CommandLine | None:

@@ -12,7 +12,6 @@ import msgspec
 import typer
 
 import kvrs.cli.options as opt
-from kvrs.cli.top import AdminConfig, AdminUrl
 from kvrs.config.cluster import Backend
 from kvrs.config.exposure import needs_secret
 from kvrs.config.file import ENV_NAME, Config, checked, load_config, load_source, read_secrets
@@ -155,19 +154,6 @@ def _without_ports(config: Config) -> Iterator[str]:
                     f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or "
                     f"backup.mode: off and no gossip"
                 )
-
-
-def accept(
-    instance: Annotated[str, typer.Argument(help="Id of an instance that has the new model")],
-    admin_url: AdminUrl = None,
-    config: AdminConfig = None,
-) -> None:
-    """Accept an instance's model and weights as the right ones, at a proxy and its peers."""
-    from kvrs.net.admin import AdminClient
-
-    client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
-    client.accept(instance)
-    print(f"{client.url}: the weights of {instance} are the right ones")
 
 
 def agent(

@@ -9,45 +9,24 @@ import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from kvrs.config.file import load_config
+from kvrs.net.admin import AdminClient, AdminError
 from kvrs.tables import output
-
-if TYPE_CHECKING:
-    from kvrs.net.admin import AdminClient
 
 _INTERVAL_S = 1.0
 # Colours of states; any other state is yellow.
 _COLOURS = {"up": "green", "down": "red", "refused": "red"}
 
-AdminUrl = Annotated[
-    str | None,
-    typer.Option(
-        help="The proxy's admin port; default: that of the configuration, on this machine"
-    ),
-]
-AdminConfig = Annotated[
-    Path | None,
-    typer.Option("--config", help="YAML file of the proxy: its admin port, token and certificate"),
-]
-Once = Annotated[bool, typer.Option("--once", help="Print it once, for scripts")]
 
-
-def top(
-    admin_url: AdminUrl = None,
-    config: AdminConfig = None,
-    once: Once = False,
-) -> None:
-    """Show instances, agents, streams and events of a proxy every second; q or Ctrl-C ends it."""
-    from kvrs.net.admin import AdminClient
-
+def run_top(config: Path | None, admin_url: str | None, *, once: bool) -> None:
+    """Show a proxy's data once, or every second until a key ends it."""
     client = AdminClient.of(load_config(config, os.environ), os.environ, admin_url)
     if once or not sys.stdout.isatty():
         output().print(screen(client.overview(), client.url, 1000))
@@ -55,9 +34,7 @@ def top(
     _run(client)
 
 
-def _run(client: "AdminClient") -> None:
-    from kvrs.net.admin import AdminError
-
+def _run(client: AdminClient) -> None:
     console = Console()
     shown: RenderableType = screen(client.overview(), client.url, console.height)
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
