@@ -47,8 +47,8 @@ COUNTED = {
 }
 TRACES = 3  # How a turn of the event loop falls differs by a few calls.
 PYTHON = (3, 11)  # Other versions call other functions of generators and comprehensions.
-# Callbacks of timers that run whenever their time comes, so that some runs have them in the path.
-TIMERS = ("_TimerWheel._look", "RowLog.write")
+# What timers call when their time comes, or to be set anew: some runs have it in the path.
+TIMERS = ("_TimerWheel._arm", "_TimerWheel._look", "RowLog.write")
 _PRODUCT = str(Path(kvrs.__file__).parent) + "/"
 
 
