@@ -62,13 +62,13 @@ async def test_blocks_are_freed_when_clients_leave_while_decode_is_busy(vllms: B
     """A decode instance gets the requests as soon as it takes any again."""
     system = await vllms()
     busy(system, 503)
-    await leave_after_prefill(system, 10)
+    await leave_after_prefill(system, 4)
     given_up = len(system.shared.hand_offs)
 
     busy(system, None)
     await until_counted(system, freed=given_up)
 
-    assert given_up >= 10
+    assert given_up >= 4
     assert system.shared.hand_offs == {}
     assert system.shared.violations == []
 
