@@ -44,7 +44,9 @@ class Rule:
         """Return the estimates of all options for the stream at each target."""
         estimates: list[Estimate] = []
         for case in cases_of(state, stream, targets, now_s):
-            weighed, case.waiting = len(estimates), case.waiting if self.spares_others else 0
+            weighed = len(estimates)
+            if not self.spares_others:
+                case.waiting = 0
             for needs, estimate in self._weighed:
                 if needs is None or needs(case):
                     estimate(case, estimates)

@@ -734,13 +734,9 @@ class AttemptCalls:
     def _give_end(self, continuation: Continuation | EngineText) -> None:
         live, plan = self._live, self._attempt.plan
         exact = self._instances.known[plan.decode].abilities.resumes_exactly
+        replays = plan.replays
         Relay(
-            live.journal,
-            live.client,
-            self,
-            exact=exact,
-            continuation=continuation,
-            replays=plan.replays,
+            live.journal, live.client, self, exact=exact, continuation=continuation, replays=replays
         ).end_alone()
         self.completed()
 
@@ -1039,13 +1035,9 @@ class AttemptCalls:
             or not is_asked_whole(live.journal, parses_reasoning=driver.parsers.reasoning)
         ):
             replays = self._attempt.plan.replays
+            journal, client = live.journal, live.client
             return Relay(
-                live.journal,
-                live.client,
-                self,
-                exact=exact,
-                continuation=continuation,
-                replays=replays,
+                journal, client, self, exact=exact, continuation=continuation, replays=replays
             )
         return WholeAnswer(live.journal, live.client, self)
 
